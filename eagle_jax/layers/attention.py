@@ -1,0 +1,73 @@
+"""Grouped-query attention of new tokens to a cache and to each other."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from eagle_jax import sharding
+from eagle_jax.config import BlockConfig
+from eagle_jax.layers.linear import Linear
+from eagle_jax.layers.norm import RMSNorm
+from eagle_jax.layers.rotary import rotary_tables, rotate
+from eagle_jax.records import record
+from pallas_kernels.verify_attention import verify_attention
+
+
+@record
+class AttentionInputs:
+    """What every layer of one forward pass shares.
+
+    positions: [B, T]; cos, sin: [B, T, h / 2]; lengths: [B] valid cache slots; self_mask: [B, T, T] bool.
+    """
+
+    positions: jax.Array
+    cos: jax.Array
+    sin: jax.Array
+    lengths: jax.Array
+    self_mask: jax.Array
+
+
+def attention_inputs(
+    config: BlockConfig, positions: jax.Array, lengths: jax.Array, self_mask: jax.Array | None
+) -> AttentionInputs:
+    """Builds the shared inputs; without `self_mask` the new tokens see each other causally."""
+    B, T = positions.shape
+    if self_mask is None:
+        self_mask = jnp.broadcast_to(jnp.tril(jnp.ones((T, T), bool)), (B, T, T))
+    cos, sin = rotary_tables(config.rotary, config.head_dim, positions)
+    return AttentionInputs(positions, cos, sin, lengths, self_mask)
+
+
+class Attention(nnx.Module):
+    """Projections, optional per-head norms, rotation, attention. `in_size` may differ from the residual's width."""
+
+    def __init__(self, config: BlockConfig, in_size: int, *, dtype, rngs: nnx.Rngs, stack: tuple[int, ...] = ()):
+        self.config = config
+        c, shared = config, {"dtype": dtype, "rngs": rngs, "stack": stack}
+        self.q_proj = Linear(in_size, c.num_heads * c.head_dim, bias=c.qkv_bias, **shared)
+        self.k_proj = Linear(in_size, c.num_kv_heads * c.head_dim, bias=c.qkv_bias, **shared)
+        self.v_proj = Linear(in_size, c.num_kv_heads * c.head_dim, bias=c.qkv_bias, **shared)
+        self.o_proj = Linear(c.num_heads * c.head_dim, c.hidden_size, bias=c.o_bias, **shared)
+        self.q_norm = RMSNorm(*stack, c.head_dim, eps=c.norm_eps, dtype=dtype) if c.qk_norm else None
+        self.k_norm = RMSNorm(*stack, c.head_dim, eps=c.norm_eps, dtype=dtype) if c.qk_norm else None
+
+    def __call__(
+        self, x: jax.Array, k_cache: jax.Array, v_cache: jax.Array, inputs: AttentionInputs, window
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """[B, T, in] -> ([B, T, width], keys and values of the new tokens, each [B, K, T, h])."""
+        B, T, _ = x.shape
+        c = self.config
+        q = self.q_proj(x).reshape(B, T, c.num_heads, c.head_dim)
+        k = self.k_proj(x).reshape(B, T, c.num_kv_heads, c.head_dim)
+        v = self.v_proj(x).reshape(B, T, c.num_kv_heads, c.head_dim)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = sharding.constrain(rotate(q, inputs.cos, inputs.sin), "batch", None, "heads", None)
+        k = sharding.constrain(rotate(k, inputs.cos, inputs.sin).swapaxes(1, 2), "batch", "kv_heads", None, None)
+        v = sharding.constrain(v.swapaxes(1, 2), "batch", "kv_heads", None, None)
+        mixed = verify_attention(
+            q, k, v, k_cache, v_cache, inputs.positions, inputs.lengths, inputs.self_mask, window
+        )
+        return self.o_proj(mixed.reshape(B, T, c.num_heads * c.head_dim)), k, v
