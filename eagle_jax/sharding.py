@@ -1,6 +1,6 @@
 """Where arrays live on a `data x tensor` mesh: one table from logical axes to mesh axes, one from parameters to axes.
 
-The mesh uses automatic axes: the compiler places everything the table does not mention.
+Parameters, caches and inputs are placed by these tables; the mesh has automatic axes, so the compiler derives the rest.
 """
 
 from __future__ import annotations
@@ -103,12 +103,3 @@ def mesh_axis(mesh, axis: str | None, units: int) -> str | None:
     """The mesh axis of a logical axis of `units` indivisible units, or None when it must be replicated."""
     name = RULES.get(axis) if axis is not None else None
     return name if name is not None and units % mesh.shape[name] == 0 else None
-
-
-def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Pins an activation to the table inside a program that runs under a mesh; does nothing without one."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return x
-    spec = [mesh_axis(mesh, axis, size) for size, axis in zip(x.shape, axes, strict=True)]
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from eagle_jax import sharding
 from eagle_jax.config import BlockConfig
 from eagle_jax.layers.linear import Linear
 from eagle_jax.layers.norm import RMSNorm
@@ -64,10 +63,7 @@ class Attention(nnx.Module):
         v = self.v_proj(x).reshape(B, T, c.num_kv_heads, c.head_dim)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        q = sharding.constrain(rotate(q, inputs.cos, inputs.sin), "batch", None, "heads", None)
-        k = sharding.constrain(rotate(k, inputs.cos, inputs.sin).swapaxes(1, 2), "batch", "kv_heads", None, None)
-        v = sharding.constrain(v.swapaxes(1, 2), "batch", "kv_heads", None, None)
-        mixed = verify_attention(
-            q, k, v, k_cache, v_cache, inputs.positions, inputs.lengths, inputs.self_mask, window
-        )
+        q, k = rotate(q, inputs.cos, inputs.sin), rotate(k, inputs.cos, inputs.sin).swapaxes(1, 2)
+        v = v.swapaxes(1, 2)
+        mixed = verify_attention(q, k, v, k_cache, v_cache, inputs.positions, inputs.lengths, inputs.self_mask, window)
         return self.o_proj(mixed.reshape(B, T, c.num_heads * c.head_dim)), k, v
