@@ -116,7 +116,9 @@ class TargetConfig:
         for name in ("num_layers", "vocab_size", "max_position"):
             _require_positive(name, getattr(self, name))
         if self.sliding_layers is not None and len(self.sliding_layers) != self.num_layers:
-            raise ConfigError(f"sliding_layers names {len(self.sliding_layers)} layers, the model has {self.num_layers}")
+            raise ConfigError(
+                f"sliding_layers names {len(self.sliding_layers)} layers, the model has {self.num_layers}"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -369,7 +371,13 @@ def write_rotary(rotary: RotaryConfig) -> tuple[float, dict[str, Any] | None]:
     return rotary.base, scaling
 
 
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
 
 
 def read_activation(reader: ConfigReader) -> Any:

@@ -100,3 +100,17 @@ class VerifyResult:
     tokens: jax.Array
     path: jax.Array
     count: jax.Array
+
+
+@record
+class Confirmed:
+    """Target states that the drafter has not seen yet, each with the token that follows it.
+
+    tokens: [B, P]; tokens[b, i] follows the position of aux[b, i].
+    aux: [B, P, A, D].
+    count: [B] number of valid entries, 1 .. P (0 in rows that have ended).
+    """
+
+    tokens: jax.Array
+    aux: jax.Array
+    count: jax.Array

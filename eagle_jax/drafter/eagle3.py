@@ -83,9 +83,9 @@ class Eagle3Drafter(nnx.Module):
     def bind(self, embed: VocabTable, head: VocabTable) -> None:
         """Borrows the target's tables where the drafter has none of its own; the arrays are shared, not copied."""
         if self.embed is None:
-            self.embed = embed
+            self.embed = nnx.data(embed)
         if self.lm_head is None:
-            self.lm_head = head
+            self.lm_head = nnx.data(head)
 
     @property
     def dtype(self) -> jnp.dtype:
