@@ -18,11 +18,11 @@ Every case is a folder:
       logits    [k, T, U]   draft logits of step 0 .. k-1 at every slot
       feedback  [k, T, H]   the state that each of these steps feeds to the next one
 
-Step j at slot t continues from slots 0 .. t of step 0: it takes the feedback of step j-1 at slot t and the token of slot
-t + j, and sees its own earlier steps. That is training-time test with the data's tokens, and equally a draft from prefix
-0 .. t. The last j slots of step j have no token (the class pads with id 0); readers leave them out. In a sliding-window
-case the class slides the window for step 0 only, so there a further step equals a draft only where the window still
-reaches slot 0.
+Step j at slot t continues from slots 0 .. t of step 0: it takes the feedback of step j-1 at slot t and the token of
+slot t + j, and sees its own earlier steps. That is training-time test with the data's tokens, and equally a draft from
+prefix 0 .. t. The last j slots of step j have no token (the class pads with id 0); readers leave them out. In a
+sliding-window case the class slides the window for step 0 only, so there a further step equals a draft only where the
+window still reaches slot 0.
 """
 
 from __future__ import annotations
