@@ -10,6 +10,7 @@ import fnmatch
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from eagle_jax.config import BlockConfig
@@ -103,3 +104,15 @@ def mesh_axis(mesh, axis: str | None, units: int) -> str | None:
     """The mesh axis of a logical axis of `units` indivisible units, or None when it must be replicated."""
     name = RULES.get(axis) if axis is not None else None
     return name if name is not None and units % mesh.shape[name] == 0 else None
+
+
+def place(model: nnx.Module, placement: Placement) -> None:
+    """Moves a model's arrays to where `placement` wants them. Place a drafter before it borrows a target's tables."""
+    head_dim = model.config.block.head_dim
+
+    def move(path: tuple, leaf: jax.Array) -> jax.Array:
+        name = ".".join(str(part) for part in path)
+        return jax.device_put(leaf, placement.parameter(name, leaf.shape, head_dim))
+
+    graph, state = nnx.split(model)
+    nnx.update(model, nnx.map_state(lambda path, variable: variable.replace(move(path, variable[...])), state))

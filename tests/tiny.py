@@ -50,7 +50,7 @@ def target_config(*, block: dict | None = None, **changes) -> TargetConfig:
 
 def drafter_config(target: TargetConfig, *, block: dict | None = None, **changes) -> DrafterConfig:
     fields = {
-        "block": dataclasses.replace(target.block, sliding_window=None, **(block or {})),
+        "block": dataclasses.replace(target.block, **({"sliding_window": None} | (block or {}))),
         "num_layers": 1,
         "target_hidden_size": target.block.hidden_size,
         "vocab_size": target.vocab_size,
