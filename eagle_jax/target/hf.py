@@ -8,6 +8,8 @@ from eagle_jax.config import BlockConfig, ConfigReader, TargetConfig, read_activ
 
 # Keys that change nothing in a forward pass.
 HARMLESS = (
+    "_attn_implementation_autoset",
+    "_model_name_or_path",
     "_name_or_path",
     "architectures",
     "attention_dropout",
@@ -22,9 +24,12 @@ HARMLESS = (
     "pad_token_id",
     "pretraining_tp",
     "rope_interleaved",
+    "sep_token_id",
+    "tokenizer_class",
     "torch_dtype",
     "transformers.js_config",
     "transformers_version",
+    "unk_token_id",
     "unsloth_fixed",
     "use_cache",
 )
