@@ -195,5 +195,7 @@ def _read_record(cursor: _Cursor) -> tuple[str, tuple[int, ...], GGMLQuantizatio
     try:
         kind = GGMLQuantizationType(code)
     except ValueError:
-        raise cursor.fail(f"{name}: unknown encoding {code}; the file is damaged or newer than the gguf package") from None
+        raise cursor.fail(
+            f"{name}: unknown encoding {code}; the file is damaged or newer than the gguf package"
+        ) from None
     return name, shape, kind, cursor.number("Q", name)
