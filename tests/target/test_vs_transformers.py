@@ -6,9 +6,13 @@ import hf_models
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import transformers
+from canonical import parameters
 from hf_models import assert_close
 
+from eagle_jax.checkpoint.load import load_target
 from eagle_jax.layers import cache as kv_cache
+from eagle_jax.target.decoder import Decoder
 
 CASES = {
     "llama": ("Llama", {"num_key_value_heads": 6}),
@@ -41,8 +45,8 @@ LENGTH = 16
 
 @dataclasses.dataclass
 class Case:
-    theirs: object
-    ours: object
+    theirs: transformers.PreTrainedModel
+    ours: Decoder
     tokens: np.ndarray
     expected: hf_models.Reference
 
@@ -103,3 +107,14 @@ def test_the_last_boundary_gives_the_logits(case):
     assert_close(last, case.expected.logits, "logits")
     with pytest.raises(AssertionError):
         assert_close(one_early, case.expected.logits, "logits")
+
+
+def test_the_loader_reads_the_same_model_from_shards(case, tmp_path):
+    case.theirs.save_pretrained(tmp_path, max_shard_size="8KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    loaded = load_target(tmp_path)
+    assert loaded.config.block == case.ours.config.block
+    expected, found = parameters(case.ours), parameters(loaded.model)
+    assert set(found) == set(expected)
+    for path, value in expected.items():
+        assert np.array_equal(found[path][...], value[...]), path
