@@ -1,8 +1,8 @@
 """The safetensors format: a strict reader of slices, and a writer that streams and never leaves half a file.
 
-A file is an 8-byte little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, and the data without
-gaps. The header is checked completely when a file is opened, so that damage is reported with the tensor's name instead
-of surfacing as noise in the weights.
+A file is an 8-byte little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, and the data
+without gaps. The header is checked completely when a file is opened, so that damage is reported with the tensor's name
+instead of surfacing as noise in the weights.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 
-from eagle_jax.checkpoint.safetensors_file import SafetensorsFile, read_json, write_safetensors
+from eagle_jax.checkpoint.safetensors_file import Entry, SafetensorsFile, read_json, write_safetensors
 from eagle_jax.checkpoint.source import Index, MemorySource, TensorInfo, TensorSource, lookup
 from eagle_jax.checkpoint.torch_file import TorchFile
 from eagle_jax.errors import CheckpointError
 
-__all__ = ["MemorySource", "TensorInfo", "TensorSource", "open_tensors", "read_json", "write_safetensors"]
+__all__ = ["Entry", "MemorySource", "TensorInfo", "TensorSource", "open_tensors", "read_json", "write_safetensors"]
 
 _OPENERS: dict[str, Callable[[Path], TensorSource]] = {
     ".safetensors": SafetensorsFile,
@@ -64,7 +64,7 @@ class ShardedSource:
         self.where = where
         self._owner: dict[str, TensorSource] = {}
         for file, shard in shards.items():
-            for name in shard.keys():
+            for name in list(shard.keys()):
                 if name in self._owner:
                     raise CheckpointError(f"{where}: {name} is in {self._owner[name].where} and again in {file}")
                 self._owner[name] = shard

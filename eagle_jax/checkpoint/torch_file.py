@@ -67,9 +67,8 @@ class TorchFile:
 
 
 def _load(torch: Any, path: Path) -> dict[Any, Any]:
-    with reading(path):
-        with path.open("rb") as file:
-            zipped = file.read(2) == b"PK"
+    with reading(path), path.open("rb") as file:
+        zipped = file.read(2) == b"PK"  # the older form cannot be mapped
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:  # torch raises many types on damaged or refused pickles
