@@ -7,6 +7,7 @@ Hugging Face form are read through `ConfigReader`, which refuses, by name, any k
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -43,6 +44,12 @@ class RotaryConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("base", "factor", "original_max_position", "beta_fast", "beta_slow"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"rotary {name} must be positive, found {value}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,7 +265,12 @@ class ConfigReader:
 
     def float(self, key: str, default: Any = ...) -> Any:
         value = self.take(key, (int, float), default)
-        return value if value is default else float(value)
+        if value is default:
+            return value
+        # JSON readers accept NaN, Infinity and integers of any length.
+        if not abs(value) <= sys.float_info.max:
+            raise self.fail(key, f"expected a finite number, found {value!r:.20}")
+        return float(value)
 
     def bool(self, key: str, default: Any = ...) -> Any:
         return self.take(key, (bool,), default)
@@ -300,25 +312,33 @@ def read_rotary(reader: ConfigReader, default_base: float | None, max_position: 
       max_position: `max_position_embeddings`, yarn's original length when the file gives none.
     """
     base = reader.float("rope_theta", None)
-    nested = None
+    rotary = None
     for key in ("rope_parameters", "rope_scaling"):
         child = reader.child(key, None)
         if child is None:
             continue
-        if nested is not None:
-            if dict(nested._values) != {k: v for k, v in child._values.items()} and "rope_theta" not in nested:
-                raise reader.fail(key, "differs from rope_parameters; keep one of them")
-            continue
-        nested = child
-    if nested is not None:
-        base = nested.float("rope_theta", base)
-    if base is None:
-        if default_base is None:
-            raise reader.fail("rope_theta", "missing")
-        base = default_base
-    if nested is None:
-        return RotaryConfig(kind="default", base=base)
+        outer = base if base is not None or rotary is None else rotary.base
+        parsed = _read_rotary_object(child, outer, default_base, max_position)
+        if rotary is not None and parsed != rotary:
+            raise reader.fail(key, "differs from rope_parameters; keep one of them")
+        rotary = parsed
+    if rotary is None:
+        return RotaryConfig(kind="default", base=_rotary_base(reader, base, default_base))
+    if base is not None and rotary.base != base:
+        raise reader.fail("rope_theta", f"{base:g} differs from the nested {rotary.base:g}; keep one of them")
+    return rotary
 
+
+def _rotary_base(reader: ConfigReader, base: float | None, default: float | None) -> float:
+    if base is None and default is None:
+        raise reader.fail("rope_theta", "missing")
+    return default if base is None else base
+
+
+def _read_rotary_object(
+    nested: ConfigReader, base: float | None, default_base: float | None, max_position: int
+) -> RotaryConfig:
+    base = _rotary_base(nested, nested.float("rope_theta", base), default_base)
     # The type field decides, not the presence of an object: newer files always carry one.
     kind = nested.str("rope_type", None) or nested.str("type", "default")
     nested.ignore("type", "rope_type")
