@@ -11,6 +11,7 @@ from canonical import set_parameters
 from flax import nnx
 from safetensors.numpy import load_file
 
+from eagle_jax.checkpoint.drafter_checkpoint import open_drafter
 from eagle_jax.config import BlockConfig, DrafterConfig, RotaryConfig
 from eagle_jax.drafter import Eagle3Drafter
 from eagle_jax.layers import cache as kv_cache
@@ -146,6 +147,16 @@ def check_case(drafter: Eagle3Drafter, golden: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_drafter_equals_speculators(case):
     check_case(build(GOLDEN / case), dict(np.load(GOLDEN / case / "golden.npz")))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_layout_reader_finds_the_same_drafter(case):
+    checkpoint, values = open_drafter(GOLDEN / case), read_weights(GOLDEN / case)
+    assert (checkpoint.layout, checkpoint.warnings) == ("speculators", [])
+    assert checkpoint.config == read_config(GOLDEN / case)
+    assert set(checkpoint.keys()) == set(values)
+    for path, value in values.items():
+        assert np.array_equal(checkpoint.read(path), value), path
 
 
 @pytest.mark.parametrize("case", CASES)
