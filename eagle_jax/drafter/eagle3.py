@@ -89,7 +89,7 @@ class Eagle3Drafter(nnx.Module):
 
     @property
     def dtype(self) -> jnp.dtype:
-        return self.norm.scale[...].dtype
+        return self.norm.scale.get_value().dtype
 
     def fuse(self, aux: jax.Array) -> jax.Array:
         """[B, T, A, D] captured states -> [B, T, H] features.

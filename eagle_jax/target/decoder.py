@@ -48,7 +48,7 @@ class Decoder(nnx.Module):
 
     @property
     def dtype(self) -> jnp.dtype:
-        return self.norm.scale[...].dtype
+        return self.norm.scale.get_value().dtype
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """[..., D] final hidden states -> [..., V] float32."""
