@@ -55,15 +55,15 @@ def resolve(name: str | Path) -> Path:
       InputError: neither a path that exists nor anything that could be a hub id.
       CheckpointError: it cannot be fetched, or what was fetched is not what was asked for.
     """
-    path = Path(name).expanduser()
-    if path.exists():
-        return path
     name = str(name)
+    path = Path(os.path.expanduser(name))
+    if name and os.path.exists(path):
+        return path
     if name in BUILT_IN:
         return _fetch_built_in(name, BUILT_IN[name])
     looks_local = name.startswith((".", "/", "~")) or path.suffix in (".gguf", ".safetensors", ".bin", ".json")
     if looks_local or not _HUB_ID.fullmatch(name):
-        raise InputError(f"{name}: no such file or folder (a built-in name is {', '.join(BUILT_IN)})")
+        raise InputError(f"{name!r}: no such file or folder (a built-in name is {', '.join(BUILT_IN)})")
     return _fetch_hub(name)
 
 
