@@ -1,4 +1,4 @@
-"""From a name to files on this machine: a local path, a built-in model, or a Hugging Face hub id."""
+"""From a name to files on this machine: a local path, a built-in model, or a Hugging Face hub id (`owner/model`)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ BUILT_IN = {
 }
 
 _SMALL_FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+# The hub's old ids without an owner are left out: asking it for every mistyped folder name would take half a minute.
+_HUB_ID = re.compile(r"(?=.{3,96}$)[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def resolve(name: str | Path) -> Path:
@@ -63,7 +64,7 @@ def resolve(name: str | Path) -> Path:
         return _fetch_built_in(name, BUILT_IN[name])
     looks_local = name.startswith((".", "/", "~")) or path.suffix in (".gguf", ".safetensors", ".bin", ".json")
     if looks_local or not _HUB_ID.fullmatch(name):
-        raise InputError(f"{name!r}: no such file or folder (a built-in name is {', '.join(BUILT_IN)})")
+        raise InputError(f"{name!r}: no such file or folder, nor a built-in name ({', '.join(BUILT_IN)}) or hub id")
     return _fetch_hub(name)
 
 

@@ -68,6 +68,7 @@ def test_a_local_folder_wins_over_a_built_in_name(tmp_path, monkeypatch):
         "",
         "a/..",
         "x" * 5000,
+        "o/" + "x" * 100,
         "a\0b",
         "~nobody-here/x",
     ],
