@@ -78,6 +78,9 @@ class DrafterCheckpoint:
 
     @classmethod
     def _canonical(cls, config: DrafterConfig, source: TensorSource, **labels: Any) -> DrafterCheckpoint:
+        held = Facts(source.where, {path: () for path in source.keys()}).num_layers  # noqa: SIM118 (not a dict)
+        if held != config.num_layers:
+            raise CheckpointError(f"{source.where}: holds {held} blocks, num_layers says {config.num_layers}")
         shapes = drafter_shapes(config)
         ids_shape = shapes.pop(DRAFT_TO_TARGET, None)
         pieces = [keymap.Piece(path, shape, path, None, False) for path, shape in shapes.items()]

@@ -13,7 +13,7 @@ from eagle_jax.checkpoint.layouts.base import Facts, NormOutputMeaning
 from eagle_jax.checkpoint.layouts.capture import captured_both, captured_nested, read_captured
 from eagle_jax.checkpoint.layouts.refuse import refuse_other_methods
 from eagle_jax.config import BlockConfig, ConfigReader, DrafterConfig, read_activation, read_rotary, write_rotary
-from eagle_jax.errors import ConfigError
+from eagle_jax.errors import CheckpointError, ConfigError
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral")
 ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
@@ -114,6 +114,18 @@ def finish_config(fields: dict[str, Any], facts: Facts) -> DrafterConfig:
     ):
         if path in facts and not fields[flag]:
             raise ConfigError(f"{facts.where}: {flag}: false or absent, but the file holds {name}.weight")
+    if fields["num_layers"] != facts.num_layers:
+        raise ConfigError(
+            f"{facts.where}: num_hidden_layers: {fields['num_layers']}, but the file holds {facts.num_layers} blocks"
+        )
+    width, fan_in = fields["block"].hidden_size, fields["num_captured"] * fields["target_hidden_size"]
+    if "fc.kernel" not in facts:
+        raise CheckpointError(f"{facts.where}: fc.weight is missing from the tensors beside it")
+    if (fc := facts.shapes["fc.kernel"]) != (width, fan_in):
+        raise ConfigError(
+            f"{facts.where}: fc.weight is {list(fc)}; {fields['num_captured']} captured states of width "
+            f"{fields['target_hidden_size']} and hidden_size {width} want {[width, fan_in]}"
+        )
     try:
         return DrafterConfig(
             **fields,

@@ -26,12 +26,12 @@ def read_draft_to_target(source: TensorSource, vocab_size: int, draft_vocab_size
                 f"{source.where}: d2t is missing, although the draft vocabulary ({draft_vocab_size}) is smaller than "
                 f"the target's ({vocab_size}): without it every draft id names a wrong token"
             )
-        ids = np.arange(vocab_size, dtype=np.int64)
+        ids = None
     else:
         ids = _absolute(source, vocab_size, draft_vocab_size)
     if "t2d" in names:
         _check_membership(source, ids, vocab_size)
-    return None if full else ids.astype(np.int32)
+    return None if full or ids is None else ids.astype(np.int32)
 
 
 def offsets(ids: np.ndarray) -> np.ndarray:
@@ -85,14 +85,17 @@ def _absolute(source: TensorSource, vocab_size: int, draft_vocab_size: int) -> n
     return ids
 
 
-def _check_membership(source: TensorSource, ids: np.ndarray, vocab_size: int) -> None:
+def _check_membership(source: TensorSource, ids: np.ndarray | None, vocab_size: int) -> None:
+    """`ids` is None for a full vocabulary."""
     info = source.info("t2d")
     where = f"{info.file}: t2d"
     if info.shape != (vocab_size,) or info.dtype.kind not in "biu":
         raise CheckpointError(f"{where}: {info.dtype} {list(info.shape)}, expected bool [{vocab_size}]")
-    wrong = np.flatnonzero(source.read("t2d").astype(np.int64) != membership(ids, vocab_size))
+    expected = np.True_ if ids is None else membership(ids, vocab_size)
+    wrong = np.flatnonzero(source.read("t2d").astype(np.int64) != expected)
     if len(wrong):
+        other = "a full vocabulary" if ids is None else "d2t"
         raise CheckpointError(
-            f"{where}: disagrees with d2t about {len(wrong)} target ids (first: {int(wrong[0])}); one of the tables "
-            "belongs to another drafter"
+            f"{where}: disagrees with {other} about {len(wrong)} target ids (first: {int(wrong[0])}); it belongs to "
+            "another drafter"
         )
