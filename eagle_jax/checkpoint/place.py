@@ -84,7 +84,7 @@ def place(
             arrays[piece.path], finite = convert(stored)
         else:
             if piece.path not in arrays:
-                arrays[piece.path] = _zeros(shapes[piece.path], dtype, sharding)
+                arrays[piece.path] = _allocator(tuple(shapes[piece.path]), dtype, sharding)()
             arrays[piece.path], finite = _writer(piece.transpose, sharding)(arrays[piece.path], stored, piece.layer)
         # Waiting here also keeps the next tensor out of memory until this one has left the host.
         if not bool(finite):
@@ -116,6 +116,7 @@ def _stored_sharding(sharding: Sharding, piece: Piece) -> Sharding:
     return NamedSharding(sharding.mesh, PartitionSpec(*(axes[::-1] if piece.transpose else axes)))
 
 
+# Cached, so that a second model of the same shapes compiles nothing.
 @functools.cache
 def _converter(transpose: bool, dtype: np.dtype, sharding: Sharding):
     def convert(stored: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -134,5 +135,6 @@ def _writer(transpose: bool, sharding: Sharding):
     return jax.jit(write, donate_argnums=0, out_shardings=(sharding, None))
 
 
-def _zeros(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding) -> jax.Array:
-    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)()
+@functools.cache
+def _allocator(shape: tuple[int, ...], dtype: np.dtype, sharding: Sharding):
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)
