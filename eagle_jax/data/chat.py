@@ -74,10 +74,10 @@ def _messages(turns: str | Sequence[str] | Sequence[Mapping[str, str]]) -> list[
         raise InputError("the conversation is empty")
     messages = []
     for i, turn in enumerate(turns):
-        message = {"role": ("user", "assistant")[i % 2], "content": turn} if isinstance(turn, str) else dict(turn)
-        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+        message = {"role": ("user", "assistant")[i % 2], "content": turn} if isinstance(turn, str) else turn
+        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise InputError(f"message {i} must be a text or have a role and a content that are texts, found {turn!r}")
-        messages.append(message)
+        messages.append(dict(message))
     if messages[-1]["role"] == "user" and not messages[-1]["content"].strip():
         raise InputError("the prompt is empty")
     return messages
@@ -86,8 +86,8 @@ def _messages(turns: str | Sequence[str] | Sequence[Mapping[str, str]]) -> list[
 class StreamDecoder:
     """Turns tokens into text as they arrive, never emitting half of a character.
 
-    The pieces concatenate to `tokenizer.decode` of all tokens with special tokens skipped, except that the replacement
-    characters of bytes that never became a character come only with `finish`.
+    The pieces concatenate to the tokenizer's own decoding of all tokens, special tokens skipped; what may be the start
+    of a character waits for the tokens that complete it, or for `finish`.
     """
 
     def __init__(self, tokenizer: Any):
@@ -102,7 +102,7 @@ class StreamDecoder:
         self._ids.extend(int(i) for i in ids)
         before, after = self._decode(self._start, self._done), self._decode(self._start, len(self._ids))
         # A replacement character at the end may be the first bytes of a character still to come.
-        if after.endswith(_HALF) or len(after) <= len(before) or not after.startswith(before):
+        if after.endswith(_HALF) or len(after) <= len(before):
             return ""
         self._start, self._done = self._done, len(self._ids)
         return after[len(before) :]
@@ -114,7 +114,10 @@ class StreamDecoder:
         return after[len(before) :]
 
     def _decode(self, start: int, stop: int) -> str:
-        return self._tokenizer.decode(self._ids[start:stop], skip_special_tokens=True)
+        # Tidying spaces would change text that has been emitted already.
+        return self._tokenizer.decode(
+            self._ids[start:stop], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
 
 
 def _first_line(error: Exception) -> str:
