@@ -18,7 +18,7 @@ _EXPORTS = {
     "Placement": "eagle_jax.sharding",
 }
 
-__all__ = sorted(_EXPORTS)
+__all__ = ["GenerateResult", "Generator", "Placement", "generate", "load_drafter", "load_target", "make_mesh"]
 
 
 def __getattr__(name: str) -> Any:

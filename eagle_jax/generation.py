@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from eagle_jax import autoregressive, speculative
-from eagle_jax.config import DrafterConfig, TargetConfig, check_capture_layers
+from eagle_jax.config import DrafterConfig, TargetConfig, check_pair
 from eagle_jax.errors import ConfigError, InputError
 from eagle_jax.layers import cache as kv_cache
 from eagle_jax.prefill import Prompts
@@ -40,22 +40,6 @@ def bucket(size: int) -> int:
         if size <= power * 3 // 2:
             return power * 3 // 2
         power *= 2
-
-
-def check_pair(target: TargetConfig, drafter: DrafterConfig) -> None:
-    """Raises ConfigError when the drafter was made for another target."""
-    if drafter.target_hidden_size != target.block.hidden_size:
-        raise ConfigError(
-            f"the drafter was made for a target of width {drafter.target_hidden_size}, this one has "
-            f"{target.block.hidden_size}"
-        )
-    if drafter.vocab_size != target.vocab_size:
-        raise ConfigError(
-            f"the drafter was made for a vocabulary of {drafter.vocab_size} tokens, this target has {target.vocab_size}"
-        )
-    if drafter.capture_layers is None:
-        raise ConfigError("the drafter's configuration names no captured layers; set capture_layers")
-    check_capture_layers(drafter.capture_layers, target.num_layers)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -92,9 +92,9 @@ def make_mesh(data: int = 1, tensor: int = 1, devices: list[jax.Device] | None =
     return Mesh(grid, (DATA, TENSOR), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
-def check_divides(block: BlockConfig, mesh: Mesh, what: str) -> None:
+def check_divides(block: BlockConfig, placement: Placement, what: str) -> None:
     """Raises ConfigError when `tensor` does not divide the query heads or the MLP: those are never replicated."""
-    size = mesh.shape[TENSOR]
+    size = placement.mesh.shape[TENSOR]
     for name, value in (("query heads", block.num_heads), ("MLP width", block.mlp_size)):
         if value % size:
             raise ConfigError(f"tensor={size} does not divide the {what}'s {name} ({value})")
@@ -114,5 +114,4 @@ def place(model: nnx.Module, placement: Placement) -> None:
         name = ".".join(str(part) for part in path)
         return jax.device_put(leaf, placement.parameter(name, leaf.shape, head_dim))
 
-    graph, state = nnx.split(model)
-    nnx.update(model, nnx.map_state(lambda path, variable: variable.replace(move(path, variable[...])), state))
+    nnx.update(model, nnx.map_state(lambda path, leaf: leaf.replace(move(path, leaf[...])), nnx.state(model)))

@@ -6,20 +6,23 @@ import dataclasses
 import functools
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh
 
+from eagle_jax.checkpoint.drafter_checkpoint import open_drafter
 from eagle_jax.checkpoint.hub import resolve
-from eagle_jax.checkpoint.keymap import check, plan
+from eagle_jax.checkpoint.keymap import Piece, check, plan
 from eagle_jax.checkpoint.layouts import hf_decoder
+from eagle_jax.checkpoint.layouts.base import DRAFT_TO_TARGET
 from eagle_jax.checkpoint.place import common_dtype, parameter_shapes, place, with_parameters
 from eagle_jax.checkpoint.tensors import TensorSource, open_tensors, read_json
-from eagle_jax.config import TargetConfig
+from eagle_jax.config import DrafterConfig, TargetConfig, check_pair, default_capture_layers
 from eagle_jax.data.chat import load_tokenizer
+from eagle_jax.drafter.eagle3 import Eagle3Drafter
 from eagle_jax.errors import CheckpointError, ConfigError
 from eagle_jax.sharding import Placement, check_divides
 from eagle_jax.target import read_target_config
@@ -51,13 +54,13 @@ class Target:
         return load_tokenizer(self.path)
 
 
-def load_target(name: str | Path, *, dtype: Any = None, mesh: Mesh | None = None) -> Target:
+def load_target(name: str | Path, *, dtype: Any = None, placement: Placement | None = None) -> Target:
     """Load a target.
 
     Args:
       name: a folder, a .gguf or weights file, a built-in name, or a hub id.
       dtype: of all parameters; None keeps the one that most of the stored weights have (GGUF: float32).
-      mesh: a `data x tensor` mesh; None is the default device.
+      placement: where the parameters go; None is the default device.
 
     Raises:
       InputError: no such model.
@@ -66,8 +69,8 @@ def load_target(name: str | Path, *, dtype: Any = None, mesh: Mesh | None = None
     """
     path = _weights_path(resolve(name))
     config, source, wrapped = _open_target(path)
-    if mesh is not None:
-        check_divides(config.block, mesh, "target")
+    if placement is not None:
+        check_divides(config.block, placement, "target")
     model = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     shapes = parameter_shapes(model)
 
@@ -86,9 +89,76 @@ def load_target(name: str | Path, *, dtype: Any = None, mesh: Mesh | None = None
         hf_decoder.check_tied(source, prefix, head)
 
     kind = common_dtype(source, pieces) if dtype is None else np.dtype(jnp.dtype(dtype))
-    placement = None if mesh is None else Placement(mesh)
     arrays = place(source, pieces, shapes, kind, placement, config.block.head_dim)
     return Target(path, config, with_parameters(model, arrays))
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafter:
+    """A drafter bound to its target, ready to run.
+
+    Attributes:
+      path: the folder it was read from.
+      config: what it is, the captured layers filled in.
+      model: its parameters, on their devices; tables it does not own are the target's.
+      warnings: what a user should know about how the files were read.
+    """
+
+    path: Path
+    config: DrafterConfig
+    model: Eagle3Drafter
+    warnings: list[str]
+
+
+def load_drafter(
+    name: str | Path,
+    target: Target,
+    *,
+    dtype: Any = None,
+    placement: Placement | None = None,
+    layout: str | None = None,
+    norm_output_meaning: Literal["feedback", "specforge"] = "feedback",
+) -> Drafter:
+    """Load a drafter for a target.
+
+    Args:
+      name: a folder in any layout of `eagle_jax.checkpoint.layouts`, or a hub id.
+      target: the model it drafts for.
+      dtype: of all parameters; None is the target's, so that both compute alike.
+      placement: where the parameters go; None is the default device.
+      layout, norm_output_meaning: see `open_drafter`.
+
+    Raises:
+      InputError: no such model.
+      ConfigError: a configuration that is not supported, another target's drafter, or a mesh that does not divide it.
+      CheckpointError: files that are damaged or do not fit the configuration.
+    """
+    path = resolve(name)
+    checkpoint = open_drafter(path, layout=layout, norm_output_meaning=norm_output_meaning)
+    config, warnings = checkpoint.config, list(checkpoint.warnings)
+    if config.capture_layers is None:
+        if config.num_captured != 3:
+            raise ConfigError(f"{path}: names no captured layers, and there is no default for {config.num_captured}")
+        config = dataclasses.replace(config, capture_layers=default_capture_layers(target.config.num_layers))
+        warnings.append(f"{path}: names no captured layers; taking {list(config.capture_layers or ())}, the usual ones")
+    try:
+        check_pair(target.config, config)
+        if placement is not None and not placement.replicated:
+            check_divides(config.block, placement, "drafter")
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+    model = nnx.eval_shape(lambda: Eagle3Drafter(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
+    shapes = parameter_shapes(model)
+    kind = np.dtype(jnp.dtype(target.model.dtype if dtype is None else dtype))
+    arrays: dict[str, jax.Array] = {}
+    for of_ids in (False, True):  # weights take the model's dtype, the vocabulary table stays integer
+        pieces = [Piece(p, shape, p, None, False) for p, shape in shapes.items() if (p == DRAFT_TO_TARGET) == of_ids]
+        dtype_of_pieces = np.dtype(np.int32) if of_ids else kind
+        arrays |= place(checkpoint, pieces, shapes, dtype_of_pieces, placement, config.block.head_dim)
+    model = with_parameters(model, arrays)
+    model.bind(target.model.embed, target.model.head)
+    return Drafter(path, config, model, warnings)
 
 
 def read_target(name: str | Path) -> TargetConfig:

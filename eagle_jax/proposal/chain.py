@@ -32,8 +32,8 @@ def extend(drafter, confirmed: Confirmed, cache: KVCache, length: jax.Array) -> 
     )
     cache = kv_cache.write(cache, out.kv, start, confirmed.count)
     last = jnp.maximum(confirmed.count - 1, 0)[:, None, None]  # 0 only in rows that have ended
-    take = lambda states: jnp.take_along_axis(states, last, axis=1)  # noqa: E731
-    return take(out.output), take(out.feedback), cache
+    output, feedback = (jnp.take_along_axis(states, last, axis=1) for states in (out.output, out.feedback))
+    return output, feedback, cache
 
 
 def propose(

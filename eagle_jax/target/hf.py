@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from eagle_jax.config import BlockConfig, ConfigReader, TargetConfig, read_activation, read_rotary
+from eagle_jax.config import BlockConfig, TargetConfig
+from eagle_jax.config_reader import ConfigReader, read_activation, read_rotary
 
 # Keys that change nothing in a forward pass.
 HARMLESS = (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hf_models import assert_close
 
-from eagle_jax.config import ConfigReader, read_rotary, write_rotary
+from eagle_jax.config_reader import ConfigReader, read_rotary, write_rotary
 from eagle_jax.errors import ConfigError
 from eagle_jax.layers.rotary import inverse_frequencies, rotary_tables
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from eagle_jax.config import ConfigReader
+from eagle_jax.config_reader import ConfigReader
 from eagle_jax.errors import ConfigError
 
 KEY = "eagle_aux_hidden_state_layer_ids"

@@ -12,7 +12,8 @@ from typing import Any
 from eagle_jax.checkpoint.layouts.base import Facts, NormOutputMeaning
 from eagle_jax.checkpoint.layouts.capture import captured_both, captured_nested, read_captured
 from eagle_jax.checkpoint.layouts.refuse import refuse_other_methods
-from eagle_jax.config import BlockConfig, ConfigReader, DrafterConfig, read_activation, read_rotary, write_rotary
+from eagle_jax.config import BlockConfig, DrafterConfig
+from eagle_jax.config_reader import ConfigReader, read_activation, read_rotary, write_rotary
 from eagle_jax.errors import CheckpointError, ConfigError
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral")

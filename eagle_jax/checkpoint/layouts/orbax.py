@@ -17,7 +17,8 @@ import numpy as np
 from eagle_jax.checkpoint.layouts.base import Facts, Layout, NormOutputMeaning
 from eagle_jax.checkpoint.source import Index, TensorInfo, lookup
 from eagle_jax.checkpoint.tensors import Entry
-from eagle_jax.config import BlockConfig, ConfigReader, DrafterConfig, RotaryConfig
+from eagle_jax.config import BlockConfig, DrafterConfig, RotaryConfig
+from eagle_jax.config_reader import ConfigReader
 from eagle_jax.errors import CheckpointError, ConfigError
 
 FORMAT = "eagle_jax_drafter"

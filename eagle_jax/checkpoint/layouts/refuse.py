@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from eagle_jax.checkpoint.layouts.base import Facts
-from eagle_jax.config import ConfigReader
+from eagle_jax.config_reader import ConfigReader
 from eagle_jax.errors import CheckpointError
 
 _LATENT_KEYS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

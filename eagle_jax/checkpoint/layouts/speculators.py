@@ -17,7 +17,8 @@ from eagle_jax.checkpoint.layouts.flat import (
 )
 from eagle_jax.checkpoint.layouts.refuse import refuse_other_methods
 from eagle_jax.checkpoint.layouts.vllm import cannot_serve
-from eagle_jax.config import ConfigReader, DrafterConfig
+from eagle_jax.config import DrafterConfig
+from eagle_jax.config_reader import ConfigReader
 
 _HARMLESS = (*HARMLESS, "embed_requires_grad", "speculators_config", "speculators_version")
 _SPECULATIVE_TOKENS = 4  # what vLLM drafts per round when nobody says otherwise
