@@ -1,7 +1,7 @@
 """Decoding from the host: fixed shapes, compiled programs, batches of ragged prompts, results.
 
-One program per bucket holds prefill and the whole loop. The streaming form splits it in two, a start and a few rounds per
-call, with the state donated from call to call.
+One program per bucket holds prefill and the whole loop. The streaming form splits it in two, a start and a few rounds
+per call, with the state donated from call to call.
 """
 
 from __future__ import annotations
@@ -358,9 +358,9 @@ def generate(
 ) -> GenerateResult:
     """Greedy answers of `target` (a `Decoder`), sped up by `drafter` (an `Eagle3Drafter`, or None for plain decoding).
 
-    The output is the target's own, whatever the drafter. Compiled programs are kept for the models used last; a `Generator`
-    keeps them for as long as it lives, places models on a mesh, and streams. Arguments are those of `Generator` and
-    `Generator.generate`.
+    The output is the target's own, whatever the drafter. Compiled programs are kept for the models used last; a
+    `Generator` keeps them for as long as it lives, places models on a mesh, and streams. Arguments are those of
+    `Generator` and `Generator.generate`.
     """
     generator = _generator(target, drafter, num_draft_tokens, prefill_chunk)
     return generator.generate(

@@ -1,7 +1,7 @@
 """The letters of the code base and the records that cross its boundaries.
 
-`B` batch, `T` new tokens this call, `S` cache slots, `D` target width, `H` drafter width, `N` query heads, `K` kv heads,
-`h` head dim, `F` MLP width, `V` target vocabulary, `U` draft vocabulary, `A` captured target layers, `L` layers,
+`B` batch, `T` new tokens this call, `S` cache slots, `D` target width, `H` drafter width, `N` query heads,
+`K` kv heads, `h` head dim, `F` MLP width, `V` target vocabulary, `U` draft vocabulary, `A` captured target layers, `L` layers,
 `G` draft tokens per round, `M` nodes of a draft tree (a chain of G draft tokens has M = G + 1).
 """
 

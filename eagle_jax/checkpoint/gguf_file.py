@@ -1,7 +1,7 @@
 """The GGUF container: metadata and tensor records, every length checked against the file before it is used.
 
-The `gguf` package names the types and block sizes. Its own reader trusts the lengths in a file, so that a damaged one can
-keep it busy for ever.
+The `gguf` package names the types and block sizes. Its own reader trusts the lengths in a file, so that a damaged one
+can keep it busy for ever.
 """
 
 from __future__ import annotations

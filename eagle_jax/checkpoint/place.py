@@ -1,7 +1,7 @@
 """From files straight onto devices, one stored tensor at a time.
 
-Each device's slice is read from the file by itself, transposed and converted there, and written in place into the stacked
-array of its parameter, so the host never holds more than one stored tensor.
+Each device's slice is read from the file by itself, transposed and converted there, and written in place into the
+stacked array of its parameter, so the host never holds more than one stored tensor.
 """
 
 from __future__ import annotations

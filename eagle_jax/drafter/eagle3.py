@@ -3,8 +3,8 @@
 Both share every weight name; what differs is chosen when the module is built:
 
   * `fc_norm`: each captured state passes its own RMSNorm before `fc` (3.1), so that no layer's scale dominates;
-  * `norm_output`: the state fed to the next draft step is the normed one (3.1) or the raw one (3). The head always reads
-    the normed one.
+  * `norm_output`: the state fed to the next draft step is the normed one (3.1) or the raw one (3). The head always
+    reads the normed one.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class DrafterBlock(nnx.Module):
 class Eagle3Drafter(nnx.Module):
     """Guesses the tokens after the target's: `fuse` captured states into features, `step`, read `logits`.
 
-    Slot t pairs the feature of the target's state at position t with the embedding of token t + 1, and is read for token
-    t + 2. Without its own embedding or head the drafter must be bound to a target that lends them (`bind`).
+    Slot t pairs the feature of the target's state at position t with the embedding of token t + 1, and is read for
+    token t + 2. Without its own embedding or head the drafter must be bound to a target that lends them (`bind`).
     """
 
     def __init__(self, config: DrafterConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):

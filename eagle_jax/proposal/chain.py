@@ -15,7 +15,7 @@ def extend(drafter, confirmed: Confirmed, cache: KVCache, length: jax.Array) -> 
     Args:
       drafter: a bound drafter.
       confirmed: the states of positions length - count .. length - 1, each with the token that follows it.
-      cache: the drafter's cache, valid up to length - count; whatever it holds beyond came from guesses and is replaced.
+      cache: the drafter's cache, valid up to length - count; what it holds beyond came from guesses and is replaced.
       length: [B] confirmed positions.
 
     Returns:

@@ -6,6 +6,7 @@ import numpy as np
 
 from eagle_jax.checkpoint.keymap import Rule, listed
 from eagle_jax.checkpoint.tensors import TensorSource
+from eagle_jax.config import TargetConfig
 from eagle_jax.errors import CheckpointError
 
 # Where the decoder's tensors live: plain models, then the wrappers of multimodal ones, then bare decoders.
@@ -50,6 +51,25 @@ def find_head(source: TensorSource) -> str | None:
     """The stored name of the head, or None."""
     names = set(source.keys())
     return next((name for name in HEADS if name in names), None)
+
+
+def check_sizes(config: TargetConfig, source: TensorSource) -> None:
+    """Refuses sizes that no stored tensor has, before anything of such a size is planned.
+
+    Raises:
+      CheckpointError: naming the size and the largest one that the files could hold.
+    """
+    block, names = config.block, source.keys()
+    largest = max((size for name in names for size in source.info(name).shape), default=0)
+    for what, size, limit in (
+        ("vocab_size", config.vocab_size, largest),
+        ("hidden_size", block.hidden_size, largest),
+        ("intermediate_size", block.mlp_size, largest),
+        ("attention heads times head_dim", block.num_heads * block.head_dim, largest),
+        ("num_hidden_layers", config.num_layers, len(names)),
+    ):
+        if size > limit:
+            raise CheckpointError(f"{source.where}: the configuration's {what} of {size} exceeds what is stored ({limit})")
 
 
 def check_tied(source: TensorSource, prefix: str, head: str) -> None:
