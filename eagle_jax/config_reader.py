@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import sys
 from typing import Any
 
 from eagle_jax.config import RotaryConfig
