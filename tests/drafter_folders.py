@@ -17,8 +17,9 @@ SHARED_DRAFTERS = Path(__file__).parents[2] / "shared" / "drafters"
 
 def drafter_config(*, block: dict | None = None, **changes) -> DrafterConfig:
     """An EAGLE-3.1 drafter with a vocabulary of 8 out of 24."""
+    sizes = {"hidden_size": 16, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "mlp_size": 20}
     fields = {
-        "block": block_config(hidden_size=16, num_heads=4, num_kv_heads=2, head_dim=6, mlp_size=20, **(block or {})),
+        "block": block_config(**(sizes | (block or {}))),
         "num_layers": 1,
         "target_hidden_size": 16,
         "vocab_size": 24,
