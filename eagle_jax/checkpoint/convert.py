@@ -15,6 +15,7 @@ from eagle_jax.checkpoint.drafter_checkpoint import DrafterCheckpoint, open_draf
 from eagle_jax.checkpoint.export import export_drafter
 from eagle_jax.checkpoint.layouts import LAYOUTS
 from eagle_jax.checkpoint.layouts.base import NormOutputMeaning
+from eagle_jax.errors import ConfigError
 
 
 class _Report:
@@ -160,6 +161,8 @@ def convert(
     """
     drafter = open_drafter(source, layout=source_layout, norm_output_meaning=norm_output_meaning)
     if capture_layers is not None:
+        if min(capture_layers, default=0) < 0 or list(capture_layers) != sorted(set(capture_layers)):
+            raise ConfigError(f"capture_layers {list(capture_layers)}: must ascend from 0 or more without repeats")
         drafter = drafter.with_config(capture_layers=capture_layers)
     notes = export_drafter(drafter, destination, layout, dtype=dtype, overwrite=overwrite, target=target)
     return ConvertReport(

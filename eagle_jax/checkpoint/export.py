@@ -54,7 +54,8 @@ def export_drafter(
     Raises:
       ConfigError: the layout cannot say what the drafter is.
       CheckpointError: the destination is taken, a weight does not fit the dtype, or the disk refuses. Whatever is
-        raised, KeyboardInterrupt included, the destination is as it was and nothing is left beside it.
+        raised, KeyboardInterrupt included, the destination is as it was (or, at the very end, completely new), and
+        nothing is left beside it.
     """
     destination = Path(destination)
     if layout not in WRITABLE:
@@ -162,12 +163,12 @@ def _replacing(destination: Path, overwrite: bool) -> Iterator[Path]:
     try:
         new.mkdir()
         yield new
-        if occupied:
-            os.rename(destination, old)
         try:
+            if occupied:
+                os.rename(destination, old)
             os.rename(new, destination)
         except BaseException:
-            if occupied:
+            if old.exists() and not destination.exists():
                 os.rename(old, destination)
             raise
         sync_folder(destination.parent)
