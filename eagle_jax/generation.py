@@ -128,7 +128,7 @@ class Generator:
         cache, draft_cache = self._caches(shape)
         output = jnp.zeros((shape.rows, shape.output), jnp.int32)
         chunk = min(self.prefill_chunk, shape.prompt)
-        if drafter is None:
+        if draft_cache is None:
             return autoregressive.start(target, prompts, limits, cache, output=output, chunk=chunk)
         return speculative.start(
             target, drafter, prompts, limits, cache, draft_cache, output=output, G=self.num_draft_tokens, chunk=chunk
@@ -165,11 +165,11 @@ class Generator:
             self.num_compilations += 1
         return self._programs[key]
 
-    def _place(self, values: Any) -> Any:
-        """Host arrays -> device arrays, rows split over the mesh's data axis."""
+    def _place(self, values: Any, spec: PartitionSpec) -> Any:
+        """Host values -> device arrays, split by `spec` where there is a mesh."""
         if self._placement is None:
             return jax.tree.map(jnp.asarray, values)
-        return jax.device_put(values, NamedSharding(self._placement.mesh, PartitionSpec(DATA)))
+        return jax.device_put(values, NamedSharding(self._placement.mesh, spec))
 
     def _state_placement(self, state: Any, shape: _Shape) -> Any:
         """Shardings of a state, so that what a call returns is laid out as the next call takes it."""
@@ -178,11 +178,11 @@ class Generator:
         rows = NamedSharding(self._placement.mesh, PartitionSpec(DATA))
         shardings = jax.tree.map(lambda _: rows, state)
         cache = self._placement.cache(shape.rows, self.config.block.num_kv_heads)
-        shardings = dataclasses.replace(shardings, cache=KVCache(cache, cache))
+        shardings = dataclasses.replace(shardings, cache=jax.tree.map(lambda _: cache, state.cache))
         if self.draft_config is not None:
             assert self._draft_placement is not None
             draft = self._draft_placement.cache(shape.rows, self.draft_config.block.num_kv_heads)
-            shardings = dataclasses.replace(shardings, draft_cache=KVCache(draft, draft))
+            shardings = dataclasses.replace(shardings, draft_cache=jax.tree.map(lambda _: draft, state.draft_cache))
         return shardings
 
     # Batches.
@@ -202,13 +202,8 @@ class Generator:
             room[i] = min(max_new_tokens, self.config.max_position - len(prompt))
         ends = np.full((MAX_EOS_TOKENS,), -1, np.int32)
         ends[: len(eos)] = eos
-        placed = self._place((tokens, lengths, room))
-        ends = (
-            jnp.asarray(ends)
-            if self._placement is None
-            else jax.device_put(ends, NamedSharding(self._placement.mesh, PartitionSpec()))
-        )
-        return shape, Prompts(placed[0], placed[1]), Limits(placed[2], ends)
+        tokens, lengths, room = self._place((tokens, lengths, room), PartitionSpec(DATA))
+        return shape, Prompts(tokens, lengths), Limits(room, self._place(ends, PartitionSpec()))
 
     def _check(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos: Sequence[int] | None, batch_size: int | None
@@ -316,9 +311,7 @@ class Generator:
         arguments = (self._parameters, padded, limits)
         placement = self._state_placement(jax.eval_shape(first, *arguments), shape)
         program = self._program("start", shape, first, *arguments, out_shardings=placement)
-        how_many_rounds = jnp.int32(rounds_per_call)
-        if self._placement is not None:
-            how_many_rounds = jax.device_put(how_many_rounds, NamedSharding(self._placement.mesh, PartitionSpec()))
+        how_many_rounds = self._place(np.int32(rounds_per_call), PartitionSpec())
 
         begin = time.perf_counter()
         state = program(*arguments)
@@ -331,12 +324,10 @@ class Generator:
             shown = [int(count) for count in summary["count"][: len(prompts)]]
             if summary["done"].all():
                 break
-            arguments = (self._parameters, state, limits, how_many_rounds)
-            advance = self._program(
-                "advance", shape, self._advance, *arguments, donate_argnums=1, out_shardings=placement
-            )
+            step = (self._parameters, state, limits, how_many_rounds)
+            advance = self._program("advance", shape, self._advance, *step, donate_argnums=1, out_shardings=placement)
             begin = time.perf_counter()
-            state = advance(*arguments)
+            state = advance(*step)
         yield GenerateResult(self._rows(summary, eos, len(prompts)), seconds)
 
 

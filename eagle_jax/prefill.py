@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -22,7 +24,7 @@ class Prompts:
 
 def prefill(
     target, drafter, prompts: Prompts, cache: KVCache, draft_cache: KVCache | None, chunk: int
-) -> tuple[jax.Array, KVCache, KVCache | None, jax.Array | None]:
+) -> tuple[jax.Array, KVCache, Any, Any]:
     """Fills both caches from the prompts and reads the first new token.
 
     The drafter's slot t needs the token at t + 1. For all but the last position that is the next prompt token, whatever
@@ -35,7 +37,8 @@ def prefill(
       chunk: tokens per forward pass.
 
     Returns:
-      (first [B] token, cache, draft_cache, aux [B, 1, A, D] of each prompt's last position, or None without a drafter).
+      (first [B] token, cache, draft_cache, aux [B, 1, A, D] of each prompt's last position); the last two are None
+      without a drafter.
     """
     B = prompts.tokens.shape[0]
     capture = drafter.config.capture_layers if drafter is not None else ()

@@ -1,18 +1,22 @@
 """The letters of the code base and the records that cross its boundaries.
 
 `B` batch, `T` new tokens this call, `S` cache slots, `D` target width, `H` drafter width, `N` query heads,
-`K` kv heads, `h` head dim, `F` MLP width, `V` target vocabulary, `U` draft vocabulary, `A` captured target layers, `L` layers,
-`G` draft tokens per round, `M` nodes of a draft tree (a chain of G draft tokens has M = G + 1).
+`K` kv heads, `h` head dim, `F` MLP width, `V` target vocabulary, `U` draft vocabulary, `A` captured target layers,
+`L` layers, `G` draft tokens per round, `M` nodes of a draft tree (a chain of G draft tokens has M = G + 1).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import typing
 
 import jax
 
+T = typing.TypeVar("T")
 
-def record(cls):
+
+@typing.dataclass_transform(frozen_default=True)
+def record(cls: type[T]) -> type[T]:
     """A frozen dataclass that JAX treats as a pytree of its fields."""
     return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
 

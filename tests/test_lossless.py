@@ -212,7 +212,7 @@ def test_streaming_gives_the_same_in_pieces(target, expected):
     generator = Generator(target, tiny.drafter(target), num_draft_tokens=3)
     *pieces, result = generator.stream(PROMPTS, max_new_tokens=24, eos_token_ids=(), rounds_per_call=2)
     assert len(pieces) > 3
-    assert [sum((piece[i] for piece in pieces), []) for i in range(len(PROMPTS))] == expected
+    assert [[token for piece in pieces for token in piece[i]] for i in range(len(PROMPTS))] == expected
     assert [row.tokens for row in result.rows] == expected
 
 

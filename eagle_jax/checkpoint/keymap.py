@@ -1,8 +1,8 @@
 """A checkpoint layout as a table: each stored name beside the canonical path it fills.
 
 The table is read in both directions. Loading asks which stored names a model needs and compares that with what the
-files hold; writing asks the same question and produces the names. Both are strict: `check` gathers every missing, unknown and
-misshapen tensor and raises once.
+files hold; writing asks the same question and produces the names. Both are strict: `check` gathers every missing,
+unknown and misshapen tensor and raises once.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The gated MLP."""
 
 import functools
+from collections.abc import Callable
 
 import jax
 from flax import nnx
@@ -8,7 +9,7 @@ from flax import nnx
 from eagle_jax.config import BlockConfig
 from eagle_jax.layers.linear import Linear
 
-ACTIVATIONS = {
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu,
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
