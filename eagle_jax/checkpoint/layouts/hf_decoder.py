@@ -69,7 +69,9 @@ def check_sizes(config: TargetConfig, source: TensorSource) -> None:
         ("num_hidden_layers", config.num_layers, len(names)),
     ):
         if size > limit:
-            raise CheckpointError(f"{source.where}: the configuration's {what} of {size} exceeds what is stored ({limit})")
+            raise CheckpointError(
+                f"{source.where}: the configuration's {what} of {size} exceeds what is stored ({limit})"
+            )
 
 
 def check_tied(source: TensorSource, prefix: str, head: str) -> None:
