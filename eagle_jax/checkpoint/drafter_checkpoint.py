@@ -139,8 +139,15 @@ class DrafterCheckpoint:
         if drafter_shapes(config) != self._shapes:
             raise CheckpointError(f"{self.where}: {changes} would need other tensors")
         pieces = [piece for found in self._pieces.values() for piece in found]
-        labels = {"layout": self.layout, "detected_by": self.detected_by, "warnings": self.warnings}
-        return DrafterCheckpoint(config, self._source, pieces, self._draft_to_target, **labels)
+        return DrafterCheckpoint(
+            config,
+            self._source,
+            pieces,
+            self._draft_to_target,
+            layout=self.layout,
+            detected_by=self.detected_by,
+            warnings=self.warnings,
+        )
 
 
 def open_drafter(

@@ -92,12 +92,10 @@ def _entries(drafter: DrafterCheckpoint, layout: Layout, cast: np.dtype | None) 
                 entries.append(_entry(drafter, piece, twin, cast))
     if ids_shape is not None:
         ids = drafter.read(DRAFT_TO_TARGET)
-        tables = (
-            {DRAFT_TO_TARGET: ids}
-            if layout.canonical
-            else {"d2t": offsets(ids), "t2d": membership(ids, config.vocab_size)}
-        )
-        entries += [(name, table.shape, table.dtype, lambda table=table: table) for name, table in tables.items()]
+        if layout.canonical:
+            entries.append(_held(DRAFT_TO_TARGET, ids))
+        else:
+            entries += [_held("d2t", offsets(ids)), _held("t2d", membership(ids, config.vocab_size))]
     return entries
 
 
@@ -107,6 +105,10 @@ def _entry(drafter: DrafterCheckpoint, piece: keymap.Piece, name: str, cast: np.
         return array.T if piece.transpose else array
 
     return name, piece.shape, cast or drafter.info(piece.path).dtype, produce
+
+
+def _held(name: str, array: np.ndarray) -> Entry:
+    return name, array.shape, array.dtype, lambda: array
 
 
 def _read_cast(drafter: DrafterCheckpoint, path: str, layer: int | None, cast: np.dtype | None) -> np.ndarray:

@@ -97,8 +97,9 @@ def _write(config: DrafterConfig, dtype: str, target: str | None) -> dict[str, A
 _NESTED = {"block": BlockConfig, "rotary": RotaryConfig}
 
 
-def _dataclass(kind: type, reader: ConfigReader) -> Any:
+def _dataclass(kind: type, reader: ConfigReader | None) -> Any:
     """The inverse of `dataclasses.asdict`, with the fields' own types as the check."""
+    assert reader is not None  # a required child is never None
     hints = typing.get_type_hints(kind)
     fields: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
