@@ -78,7 +78,7 @@ class DrafterCheckpoint:
 
     @classmethod
     def _canonical(cls, config: DrafterConfig, source: TensorSource, **labels: Any) -> DrafterCheckpoint:
-        held = Facts(source.where, {path: () for path in source.keys()}).num_layers  # noqa: SIM118 (not a dict)
+        held = Facts(source.where, dict.fromkeys(source.keys(), ())).num_layers
         if held != config.num_layers:
             raise CheckpointError(f"{source.where}: holds {held} blocks, num_layers says {config.num_layers}")
         shapes = drafter_shapes(config)
