@@ -52,10 +52,11 @@ class GgufSource:
         self.metadata = self.file.metadata
         if self.metadata.get("split.count", 1) not in (0, 1):
             raise CheckpointError(f"{path}: one part of a split file; merge the parts first (gguf-split --merge)")
-        self.architecture = self.metadata.get("general.architecture")
-        if self.architecture not in ARCHITECTURES:
+        architecture = self.metadata.get("general.architecture")
+        if not isinstance(architecture, str) or architecture not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
-            raise CheckpointError(f"{path}: architecture {self.architecture!r} is not supported ({known})")
+            raise CheckpointError(f"{path}: architecture {architecture!r} is not supported ({known})")
+        self.architecture = architecture
         self._names: dict[str, str] = {}
         for stored in self.file.tensors:
             name = _hf_name(stored)
@@ -221,8 +222,8 @@ def _llama3_scaling(source: GgufSource, base: float, head_dim: int) -> dict[str,
         if np.allclose(stored, 1 / ((1 - ramp) / factor + ramp), rtol=1e-4):
             return {"rope_type": "llama3", "factor": factor, **_LLAMA3}
     raise CheckpointError(
-        f"{source.where}: {ROPE_FACTORS}: these rotary factors are not Llama 3's (low 1, high 4, length 8192), and other "
-        "kinds are not supported"
+        f"{source.where}: {ROPE_FACTORS}: these rotary factors are not Llama 3's (low 1, high 4, length 8192); no "
+        "other kind is supported"
     )
 
 

@@ -19,7 +19,7 @@ from eagle_jax.errors import CheckpointError
 
 _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
-_SCALARS = {
+_SCALARS: dict[GGUFValueType, np.dtype[Any]] = {
     GGUFValueType.UINT8: np.dtype("<u1"),
     GGUFValueType.INT8: np.dtype("<i1"),
     GGUFValueType.UINT16: np.dtype("<u2"),

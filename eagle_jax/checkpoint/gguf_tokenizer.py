@@ -117,12 +117,11 @@ def _surround(reader: _Reader, tokenizer: Tokenizer, style: _Style, special: dic
         wanted = reader.take(f"ggml.add_{role}_token", bool, default)
         if wanted and special[role] is None:
             raise reader.fail(f"ggml.add_{role}_token", f"asks for a token that ggml.{role}_token_id does not name")
-        around.append([f"{role}"] if wanted else [])
-    used = around[0] + around[1]
-    if not used:
+        around.append([role] if wanted else [])
+    if not any(around):
         return
-    ids = [(special[role], tokenizer.token_to_id(special[role])) for role in used]
-    first, last = ([special[role] for role in roles] for roles in around)
+    first, last = ([str(special[role]) for role in roles] for roles in around)
+    ids = [(token, tokenizer.token_to_id(token)) for token in dict.fromkeys(first + last)]
     tokenizer.post_processor = processors.Sequence(
         [
             processors.ByteLevel(trim_offsets=False),

@@ -71,6 +71,7 @@ def load_target(name: str | Path, *, dtype: Any = None, placement: Placement | N
     config, source, wrapped = _open_target(path)
     if placement is not None:
         check_divides(config.block, placement, "target")
+    hf_decoder.check_sizes(config, source)
     model = nnx.eval_shape(lambda: Decoder(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     shapes = parameter_shapes(model)
 

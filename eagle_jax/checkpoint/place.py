@@ -98,8 +98,8 @@ def _read(source: TensorSource, piece: Piece, sharding: Sharding) -> jax.Array:
     """The stored tensor, each distinct slice of it read once."""
     slices: dict[tuple[tuple[int | None, int | None], ...], np.ndarray] = {}
 
-    def fetch(index: tuple[slice, ...]) -> np.ndarray:
-        key = tuple((part.start, part.stop) for part in index)
+    def fetch(index: tuple[slice, ...] | None) -> np.ndarray:
+        key = tuple((part.start, part.stop) for part in index or ())
         if key not in slices:
             slices[key] = source.read(piece.name, index)
         return slices[key]

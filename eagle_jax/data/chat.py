@@ -43,7 +43,7 @@ def encode_chat(
     """Token ids of a conversation, ready for the assistant's answer.
 
     Args:
-      tokenizer: from `load_tokenizer`. Without a chat template the texts are joined and encoded plainly, with a warning.
+      tokenizer: from `load_tokenizer`. Without a chat template the texts are encoded plainly, with a warning.
       turns: what the user says first; or user and assistant texts in turn; or messages {"role", "content"}.
       system: an instruction before the first message.
 
@@ -69,11 +69,11 @@ def encode_chat(
 
 
 def _messages(turns: str | Sequence[str] | Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    turns = [turns] if isinstance(turns, str) else list(turns)
-    if not turns:
+    listed: list[Any] = [turns] if isinstance(turns, str) else list(turns)
+    if not listed:
         raise InputError("the conversation is empty")
     messages = []
-    for i, turn in enumerate(turns):
+    for i, turn in enumerate(listed):
         message = {"role": ("user", "assistant")[i % 2], "content": turn} if isinstance(turn, str) else turn
         if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
             raise InputError(f"message {i} must be a text or have a role and a content that are texts, found {turn!r}")

@@ -27,4 +27,9 @@ def read_target_config(values: dict[str, Any], where: str) -> TargetConfig:
     family = values.get("model_type")
     if family not in FAMILIES:
         raise ConfigError(f"{where}: model_type {family!r} is not supported ({', '.join(FAMILIES)})")
-    return FAMILIES[family](values, where)
+    try:
+        return FAMILIES[family](values, where)
+    except ConfigError as error:
+        if where in str(error):
+            raise
+        raise ConfigError(f"{where}: {error}") from error  # what the records themselves refuse knows no file

@@ -7,6 +7,8 @@ from typing import Any
 from eagle_jax.config import BlockConfig, TargetConfig
 from eagle_jax.config_reader import ConfigReader, read_activation, read_rotary
 
+_MOST_LAYERS = 10_000  # a damaged count must not become a list of that length
+
 # Keys that change nothing in a forward pass.
 HARMLESS = (
     "_attn_implementation_autoset",
@@ -68,6 +70,8 @@ def read_decoder(
     reader.ignore(*HARMLESS)
     hidden_size, num_heads = reader.int("hidden_size"), reader.int("num_attention_heads")
     num_layers, max_position = reader.int("num_hidden_layers"), reader.int("max_position_embeddings")
+    if num_heads < 1 or not 1 <= num_layers <= _MOST_LAYERS:
+        raise reader.fail("num_attention_heads, num_hidden_layers", f"{num_heads} and {num_layers} are not plausible")
     if default_head_dim is None:
         if "head_dim" not in reader and hidden_size % num_heads:
             raise reader.fail("num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}")
