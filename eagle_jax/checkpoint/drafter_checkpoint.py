@@ -66,6 +66,10 @@ class DrafterCheckpoint:
         self._pieces: dict[str, list[keymap.Piece]] = {}
         for piece in pieces:
             self._pieces.setdefault(piece.path, []).append(piece)
+        for found in self._pieces.values():
+            if len({source.info(piece.name).dtype for piece in found}) > 1:
+                names = keymap.listed([piece.name for piece in found])
+                raise CheckpointError(f"{source.where}: {names} must have one dtype")
 
     @classmethod
     def from_arrays(cls, config: DrafterConfig, arrays: Mapping[str, Any]) -> DrafterCheckpoint:

@@ -24,7 +24,10 @@ class TensorInfo:
 
 
 class TensorSource(Protocol):
-    """A set of named tensors of which any slice can be read without reading the rest."""
+    """A set of named tensors of which any slice can be read without reading the rest.
+
+    An index has one slice per axis; None reads the whole tensor.
+    """
 
     where: str
 

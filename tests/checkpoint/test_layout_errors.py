@@ -331,6 +331,8 @@ def test_norms_that_the_switches_deny(tmp_path):
     found = open_drafter(folder(tmp_path, {"fc_norm": True}, three))
     np.testing.assert_array_equal(found.read("fc_norm.scale"), np.repeat([[0], [1], [2]], 16, 1))
     np.testing.assert_array_equal(found.read("fc_norm.scale", (slice(1, 2), slice(0, 3))), [[1, 1, 1]])
+    mixed = three | {"fc_norm.1.weight": np.ones(16, np.float16)}
+    refuse(folder(tmp_path, {"fc_norm": True}, mixed), "fc_norm.0.weight, fc_norm.1.weight", "must have one dtype")
     both = {"fc_norm": True, "norm_before_fc": True}
     refuse(folder(tmp_path, both, three | {"input_norm.weight": np.ones(48, np.float32)}), "exclude each other")
     nested = {"norm_before_fc": False, "eagle_config": {"norm_before_fc": True}}  # the nested value wins in vLLM

@@ -16,12 +16,13 @@ from eagle_jax.config import BlockConfig, DrafterConfig
 from eagle_jax.config_reader import ConfigReader, read_activation, read_rotary, write_rotary
 from eagle_jax.errors import CheckpointError, ConfigError
 
-MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral")
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "mistral", "eagle3")
 ACTIVATION_NAMES = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 # Keys that change nothing in a drafter's forward pass.
 HARMLESS = (
     "_attn_implementation",
+    "_attn_implementation_autoset",
     "_name_or_path",
     "architectures",
     "attention_dropout",

@@ -20,7 +20,16 @@ from eagle_jax.checkpoint.layouts.vllm import cannot_serve
 from eagle_jax.config import DrafterConfig
 from eagle_jax.config_reader import ConfigReader
 
-_HARMLESS = (*HARMLESS, "embed_requires_grad", "speculators_config", "speculators_version")
+_HARMLESS = (
+    *HARMLESS,
+    "base_model_ep_plan",
+    "base_model_pp_plan",
+    "base_model_tp_plan",
+    "embed_requires_grad",
+    "has_no_defaults_at_init",
+    "speculators_config",
+    "speculators_version",
+)
 _SPECULATIVE_TOKENS = 4  # what vLLM drafts per round when nobody says otherwise
 
 
