@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 from tiny import block_config
 
+from eagle_jax.checkpoint.drafter_checkpoint import open_drafter
 from eagle_jax.checkpoint.layouts.base import DRAFT_TO_TARGET, drafter_shapes
 from eagle_jax.config import DrafterConfig
+from eagle_jax.errors import EagleJaxError
 
 SHARED_DRAFTERS = Path(__file__).parents[2] / "shared" / "drafters"
 
@@ -99,3 +102,26 @@ def write_folder(folder: Path, values: dict, stored: dict[str, np.ndarray]) -> P
     (folder / "config.json").write_text(json.dumps(values))
     save_file(stored, folder / "model.safetensors")
     return folder
+
+
+PLAIN = drafter_config(fc_norm=False, norm_output=False)
+PLAIN_ARRAYS = random_arrays(PLAIN, 3)
+PLAIN_STORED = stored_arrays(PLAIN, PLAIN_ARRAYS)
+IDS = {"eagle_aux_hidden_state_layer_ids": [2, 3, 5]}
+
+
+def plain_folder(folder: Path, changes: dict | None = None, tensors: dict | None = None, drop=()) -> Path:
+    """A good EAGLE-3 folder with these keys changed (None removes), tensors changed or added, and tensors dropped."""
+    stored = {name: array for name, array in (PLAIN_STORED | (tensors or {})).items() if name not in drop}
+    served = {"architectures": ["LlamaForCausalLMEagle3"]}
+    return write_folder(folder / "drafter", flat_values(PLAIN, **(IDS | served | (changes or {}))), stored)
+
+
+def refuse(folder: Path, *words: str) -> None:
+    """Asserts that the folder is refused in one line that names it and holds these words."""
+    with pytest.raises(EagleJaxError) as caught:
+        open_drafter(folder)
+    message = str(caught.value)
+    assert "\n" not in message and str(folder) in message
+    for word in words:
+        assert word in message, message
