@@ -1,0 +1,247 @@
+"""`eagle-jax <command>`: parse, call one library function, print what it found.
+
+Heavy imports wait until a command runs, so that `--help` answers at once. A user's mistake is one line on stderr and
+exit code 2, never a traceback.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from eagle_jax.errors import EagleJaxError, InputError
+
+app = typer.Typer(
+    help="EAGLE-3.1 speculative decoding for JAX and TPU.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class StoredDtype(StrEnum):
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+class Layout(StrEnum):
+    safeailab = "safeailab"
+    vllm = "vllm"
+    sglang = "sglang"
+    speculators = "speculators"
+    orbax = "orbax"
+
+
+class NormOutputMeaning(StrEnum):
+    feedback = "feedback"
+    specforge = "specforge"
+
+
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no tables.")]
+SourceLayout = Annotated[
+    str | None, typer.Option("--source-layout", help="Read SRC in this layout instead of finding out which it is.")
+]
+Meaning = Annotated[
+    NormOutputMeaning,
+    typer.Option(
+        help="What the file's norm_output means: the normed state is fed back (vLLM, SGLang, speculators), or only the "
+        "head is normed (drafters trained by SpecForge before that changed)."
+    ),
+]
+
+
+def _reports_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """A user's mistake ends the process with one line and exit code 2; Ctrl-C with 130."""
+
+    @functools.wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except EagleJaxError as error:
+            typer.echo(f"eagle-jax: {error}", err=True)
+            raise typer.Exit(2) from error
+        except KeyboardInterrupt as error:
+            typer.echo("eagle-jax: interrupted", err=True)
+            raise typer.Exit(130) from error
+
+    return wrapped
+
+
+@app.command()
+@_reports_errors
+def generate(
+    target: Annotated[str, typer.Option(help="Folder, .gguf file, hub id, or smollm2-135m.")],
+    drafter: Annotated[str, typer.Option(help="Folder or hub id of an EAGLE-3 or 3.1 drafter; none decodes plainly.")],
+    prompt: Annotated[str | None, typer.Option(help="One prompt; the answer is printed as it is accepted.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help='Lines of {"id", "turns": [text, ...]}; the first turn is answered.')
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 128,
+    num_draft_tokens: Annotated[int, typer.Option(min=1, help="Draft tokens per round.")] = 4,
+    batch_size: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 1,
+    dtype: Annotated[
+        Dtype | None, typer.Option(help="Of all parameters; by default that of the target's files.")
+    ] = None,
+    compare: Annotated[bool, typer.Option("--compare", help="Also decode plainly, and report the speed-up.")] = False,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="End tokens end nothing.")] = False,
+    limit: Annotated[int | None, typer.Option(min=1, help="Answer only the first prompts of the file.")] = None,
+    prefill_chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens per forward pass.")] = 256,
+    mesh: Annotated[str | None, typer.Option(metavar="DATAxTENSOR", help="Device mesh, such as 1x4.")] = None,
+    replicate_drafter: Annotated[
+        bool, typer.Option("--replicate-drafter", help="Keep the drafter whole on every device of the mesh.")
+    ] = False,
+    norm_output_meaning: Meaning = NormOutputMeaning.feedback,
+    json_file: Json = None,
+    quiet: Quiet = False,
+) -> None:
+    """Answer prompts with a drafter speculating for the target. Greedy: the output is the target's own."""
+    if (prompt is None) == (prompts is None):
+        raise InputError("give either --prompt TEXT or --prompts FILE")
+    if compare and drafter == "none":
+        raise InputError("--compare needs a drafter: without one there is only the plain run")
+    from eagle_jax import commands
+
+    commands.generate(
+        commands.GenerateOptions(
+            target=target,
+            drafter=None if drafter == "none" else drafter,
+            prompt=prompt,
+            prompts=prompts,
+            max_new_tokens=max_new_tokens,
+            num_draft_tokens=num_draft_tokens,
+            batch_size=batch_size,
+            dtype=dtype,
+            compare=compare,
+            ignore_eos=ignore_eos,
+            limit=limit,
+            prefill_chunk=prefill_chunk,
+            mesh=_mesh_shape(mesh),
+            replicate_drafter=replicate_drafter,
+            norm_output_meaning=norm_output_meaning.value,
+        ),
+        json_file=json_file,
+        quiet=quiet,
+    )
+
+
+@app.command()
+@_reports_errors
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Folder or hub id of a drafter, in any layout.")],
+    destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
+    layout: Annotated[Layout, typer.Option(help="Who will read it.")],
+    dtype: Annotated[StoredDtype | None, typer.Option(help="By default every tensor keeps its own.")] = None,
+    target: Annotated[str | None, typer.Option(help="Name of the target, which speculators' layout records.")] = None,
+    source_layout: SourceLayout = None,
+    norm_output_meaning: Meaning = NormOutputMeaning.feedback,
+    capture_layers: Annotated[
+        str | None, typer.Option(metavar="I,J,K", help="Captured layers as block inputs, instead of what SRC says.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a drafter that DST holds.")] = False,
+    json_file: Json = None,
+    quiet: Quiet = False,
+) -> None:
+    """Convert a drafter into another layout. What is written is read back and compared before it appears."""
+    ids = None if capture_layers is None else tuple(_numbers(capture_layers, ",", "--capture-layers", "2,15,27"))
+    from eagle_jax.checkpoint.convert import convert as run
+    from eagle_jax.checkpoint.hub import resolve
+    from eagle_jax.report import print_convert, write_json
+
+    with _status(quiet, f"Converting {source}"):
+        report = run(
+            resolve(source),
+            destination,
+            layout.value,
+            dtype=dtype,
+            source_layout=source_layout,
+            norm_output_meaning=norm_output_meaning.value,
+            capture_layers=ids,
+            target=target,
+            overwrite=overwrite,
+        )
+    if not quiet:
+        print_convert(Console(), report)
+    write_json(json_file, report.to_json())
+
+
+@app.command()
+@_reports_errors
+def inspect(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Folder or hub id of a drafter.")],
+    source_layout: SourceLayout = None,
+    norm_output_meaning: Meaning = NormOutputMeaning.feedback,
+    json_file: Json = None,
+    quiet: Quiet = False,
+) -> None:
+    """Say what a drafter is: layout, switches, captured layers, shapes, dtypes, warnings."""
+    from eagle_jax.checkpoint.convert import inspect as run
+    from eagle_jax.checkpoint.hub import resolve
+    from eagle_jax.report import print_inspect, write_json
+
+    with _status(quiet, f"Reading {source}"):
+        report = run(resolve(source), layout=source_layout, norm_output_meaning=norm_output_meaning.value)
+    if not quiet:
+        print_inspect(Console(), report)
+    write_json(json_file, report.to_json())
+
+
+@app.command()
+@_reports_errors
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="Folder or hub id of a drafter.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Folder or hub id of another.")],
+    norm_output_meaning: Meaning = NormOutputMeaning.feedback,
+    json_file: Json = None,
+    quiet: Quiet = False,
+) -> None:
+    """Compare two drafters tensor by tensor, whatever their layouts. Exit code 1 when they differ."""
+    from eagle_jax.checkpoint.convert import diff as run
+    from eagle_jax.checkpoint.hub import resolve
+    from eagle_jax.report import print_diff, write_json
+
+    with _status(quiet, f"Comparing {a} and {b}"):
+        report = run(resolve(a), resolve(b), norm_output_meaning=norm_output_meaning.value)
+    if not quiet:
+        print_diff(Console(), report)
+    write_json(json_file, report.to_json())
+    raise typer.Exit(0 if report.equal else 1)
+
+
+def _status(quiet: bool, text: str):
+    return Console(stderr=True, quiet=quiet).status(text)
+
+
+def _numbers(text: str, separator: str, option: str, example: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(separator)]
+    except ValueError as error:
+        raise InputError(f"{option}: expected numbers like {example}, found {text!r}") from error
+
+
+def _mesh_shape(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    sizes = _numbers(text, "x", "--mesh", "1x4")
+    if len(sizes) != 2:
+        raise InputError(f"--mesh: expected DATAxTENSOR like 1x4, found {text!r}")
+    return sizes[0], sizes[1]
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app(prog_name="eagle-jax")
+    sys.exit(0)

@@ -1,0 +1,139 @@
+"""Results for people (tables) and for programs (JSON files)."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from eagle_jax.checkpoint.convert import ConvertReport, DiffReport, InspectReport
+from eagle_jax.errors import InputError
+
+
+def write_json(path: Path | None, value: Any) -> None:
+    """Writes `value` to `path`, whole or not at all; does nothing without a path.
+
+    Raises:
+      InputError: the file cannot be written.
+    """
+    if path is None:
+        return
+    partial: str | None = None
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+            partial = file.name
+            json.dump(value, file, indent=1)
+            file.write("\n")
+        os.replace(partial, path)
+        partial = None
+    except OSError as error:
+        raise InputError(f"{path}: cannot write: {error.strerror or error}") from error
+    finally:
+        if partial is not None:
+            os.unlink(partial)
+
+
+def print_generate(console: Console, summary: dict[str, Any], baseline_compile_seconds: float | None) -> None:
+    """The table after `generate`: speculation, and the plain run beside it when there was one."""
+    baseline = summary.get("baseline")
+    speculative = bool(summary["acceptance_per_position"])
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    table.add_column("speculative" if speculative else "plain", justify="right")
+    if baseline:
+        table.add_column("plain", justify="right")
+    rows: list[tuple[str, ...]] = [
+        ("output tokens", f"{summary['output_tokens']}", f"{summary['output_tokens']}"),
+        ("rounds", f"{summary['rounds']}", ""),
+    ]
+    if speculative:
+        rows.append(("mean acceptance length", f"{summary['mean_acceptance_length']:.2f}", "1.00"))
+        for position, rate in enumerate(summary["acceptance_per_position"]):
+            rows.append((f"acceptance at position {position}", f"{rate:.1%}", ""))
+    rows.append(
+        (
+            "tokens per second",
+            f"{summary['tokens_per_second']:.1f}",
+            f"{baseline['tokens_per_second']:.1f}" if baseline else "",
+        )
+    )
+    programs = f"{summary['compile_seconds']:.1f} s, {summary['num_compilations']}"
+    rows.append(
+        ("compiling, programs", programs, f"{baseline_compile_seconds:.1f} s" if baseline_compile_seconds else "")
+    )
+    for row in rows:
+        table.add_row(*row[: 3 if baseline else 2])
+    console.print(table)
+    if baseline:
+        console.print(
+            f"speed-up [bold]{summary['speedup']:.2f}x[/bold]; {baseline['identical_outputs']} of "
+            f"{baseline['total_outputs']} outputs identical to plain decoding",
+            highlight=False,
+        )
+
+
+def print_convert(console: Console, report: ConvertReport) -> None:
+    console.print(
+        f"{escape(report.destination)}: {report.layout} layout from {report.source_layout}, {report.tensors} tensors, "
+        f"{report.parameters:,} parameters, {report.dtype or 'dtypes kept'}; read back and compared",
+        highlight=False,
+        soft_wrap=True,
+    )
+    _print_warnings(console, report.warnings)
+
+
+def print_inspect(console: Console, report: InspectReport) -> None:
+    config = report.config
+    console.print(f"[bold]{escape(report.source)}[/bold]", highlight=False, soft_wrap=True)
+    facts = Table(box=None, pad_edge=False, show_header=False)
+    facts.add_column(style="dim")
+    facts.add_column()
+    captured = "not stored" if report.captured_inputs is None else f"{report.captured_inputs} as block inputs"
+    if report.captured_outputs is not None:
+        captured += f", {report.captured_outputs} as block outputs"
+    switches = ("fc_norm", "norm_before_fc", "norm_output", "norm_before_residual")
+    tables = [name for name in ("embedding", "head") if config[f"own_{name}"]]
+    for name, value in (
+        ("kind", report.kind),
+        ("layout", f"{report.layout_title} ({report.detected_by})"),
+        ("switches", ", ".join(f"{name} {'on' if config[name] else 'off'}" for name in switches)),
+        ("captured layers", captured),
+        ("widths", f"target {config['target_hidden_size']}, drafter {config['block']['hidden_size']}"),
+        ("blocks", str(config["num_layers"])),
+        ("vocabulary", f"{config['draft_vocab_size']} of the target's {config['vocab_size']}"),
+        ("own tables", " and ".join(tables) or "none: the target's are shared"),
+        ("size", f"{report.parameters:,} parameters, {report.bytes / 1e6:.1f} MB"),
+    ):
+        facts.add_row(name, escape(value))
+    console.print(facts)
+    tensors = Table(box=None, pad_edge=False)
+    for title in ("tensor", "stored as", "shape", "dtype"):
+        tensors.add_column(title)
+    for tensor in report.tensors:
+        tensors.add_row(tensor.path, ", ".join(tensor.stored), str(tensor.shape), tensor.dtype)
+    console.print(tensors)
+    _print_warnings(console, report.warnings)
+
+
+def print_diff(console: Console, report: DiffReport) -> None:
+    for field, (left, right) in report.config.items():
+        console.print(f"{field}: {left} and {right}", highlight=False, markup=False)
+    table = Table(box=None, pad_edge=False)
+    for title in ("tensor", "status", "largest difference", ""):
+        table.add_column(title)
+    for tensor in report.tensors:
+        largest = "" if tensor.max_abs is None else f"{tensor.max_abs:.3g}"
+        table.add_row(tensor.path, tensor.status.replace("_", " "), largest, escape(tensor.detail))
+    console.print(table)
+    console.print("equal" if report.equal else "different", style="bold green" if report.equal else "bold red")
+
+
+def _print_warnings(console: Console, warnings: list[str]) -> None:
+    for warning in warnings:
+        console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False, soft_wrap=True)
