@@ -24,14 +24,17 @@ def write(cache: KVCache, new: NewKV, start: jax.Array, count: jax.Array) -> KVC
     Entries beyond `count`, and slots beyond S, are dropped. A `dynamic_update_slice` would slide an overrunning write
     back over older entries instead.
     """
-    steps = jnp.arange(new.k.shape[3])
+    B, T = start.shape[0], new.k.shape[3]
+    steps = jnp.arange(T)
     slots = jnp.where(steps[None, :] < count[:, None], start[:, None] + steps[None, :], cache.slots)  # [B, T]
+    rows = jnp.arange(B)[:, None]
 
-    def write_row(row: jax.Array, entries: jax.Array, slots: jax.Array) -> jax.Array:  # [L, K, S, h], [L, K, T, h]
-        return row.at[:, :, slots].set(entries.astype(row.dtype), mode="drop", unique_indices=False)
+    def put(buffer: jax.Array, entries: jax.Array) -> jax.Array:
+        # Indexing rows explicitly, and not by a vmap, leaves the buffer in its layout: XLA scatters in place.
+        entries = entries.astype(buffer.dtype).transpose(1, 3, 0, 2, 4)  # [B, T, L, K, h]
+        return buffer.at[:, rows, :, slots].set(entries, mode="drop")
 
-    over_batch = jax.vmap(write_row, in_axes=(1, 1, 0), out_axes=1)
-    return KVCache(over_batch(cache.k, new.k, slots), over_batch(cache.v, new.v, slots))
+    return KVCache(put(cache.k, new.k), put(cache.v, new.v))
 
 
 def take_path(new: NewKV, path: jax.Array) -> NewKV:

@@ -40,4 +40,6 @@ class VocabTable(nnx.Module):
 
     def scores(self, x: jax.Array) -> jax.Array:
         """[..., width] -> [..., vocabulary] in float32."""
-        return jnp.einsum("...d,vd->...v", x, self.weight[...], preferred_element_type=jnp.float32)
+        # The table on the left: with few tokens, the CPU's matrix product would otherwise repack the whole table.
+        scores = jnp.einsum("vd,...d->v...", self.weight[...], x, preferred_element_type=jnp.float32)
+        return jnp.moveaxis(scores, 0, -1)
