@@ -10,6 +10,9 @@ from eagle_jax.config import RotaryConfig
 from eagle_jax.errors import ConfigError
 
 
+Key = str  # the class below has a method of that name
+
+
 class ConfigReader:
     """Reads a JSON object key by key and refuses what nobody asked for.
 
@@ -27,13 +30,13 @@ class ConfigReader:
         self._seen: set[str] = set()
         self.where = where
 
-    def __contains__(self, key: str) -> bool:
+    def __contains__(self, key: Key) -> bool:
         return self._values.get(key) is not None
 
-    def fail(self, key: str, problem: str) -> ConfigError:
+    def fail(self, key: Key, problem: Key) -> ConfigError:
         return ConfigError(f"{self.where}: {key}: {problem}")
 
-    def take(self, key: str, kinds: tuple[type, ...], default: Any = ...) -> Any:
+    def take(self, key: Key, kinds: tuple[type, ...], default: Any = ...) -> Any:
         """Value of `key`; null and absent mean `default`, and without a default they are an error."""
         self._seen.add(key)
         value = self._values.get(key)
@@ -46,10 +49,10 @@ class ConfigReader:
             raise self.fail(key, f"expected {wanted}, found {value!r}")
         return value
 
-    def int(self, key: str, default: Any = ...) -> Any:
+    def int(self, key: Key, default: Any = ...) -> Any:
         return self.take(key, (int,), default)
 
-    def float(self, key: str, default: Any = ...) -> Any:
+    def float(self, key: Key, default: Any = ...) -> Any:
         value = self.take(key, (int, float), default)
         if value is default:
             return value
@@ -58,25 +61,25 @@ class ConfigReader:
             raise self.fail(key, f"expected a finite number, found {value!r:.20}")
         return float(value)
 
-    def bool(self, key: str, default: Any = ...) -> Any:
+    def bool(self, key: Key, default: Any = ...) -> Any:
         return self.take(key, (bool,), default)
 
-    def str(self, key: str, default: Any = ...) -> Any:
+    def str(self, key: Key, default: Any = ...) -> Any:
         return self.take(key, (str,), default)
 
-    def list(self, key: str, default: Any = ...) -> Any:
+    def list(self, key: Key, default: Any = ...) -> Any:
         return self.take(key, (list, tuple), default)
 
-    def child(self, key: str, default: Any = ...) -> ConfigReader | None:
+    def child(self, key: Key, default: Any = ...) -> ConfigReader | None:
         """A reader of the nested object under `key`; the caller finishes it."""
         value = self.take(key, (dict,), default)
         return None if value is None else ConfigReader(value, f"{self.where}: {key}")
 
-    def ignore(self, *keys: str) -> None:
+    def ignore(self, *keys: Key) -> None:
         """Mark keys that change nothing in a forward pass."""
         self._seen.update(keys)
 
-    def only(self, key: str, *allowed: Any) -> None:
+    def only(self, key: Key, *allowed: Any) -> None:
         """Accept `key` only when absent, null, or one of `allowed`: any other value asks for what is not built."""
         self._seen.add(key)
         value = self._values.get(key)
@@ -116,9 +119,10 @@ def read_rotary(reader: ConfigReader, default_base: float | None, max_position: 
 
 
 def _rotary_base(reader: ConfigReader, base: float | None, default: float | None) -> float:
-    if base is None and default is None:
+    base = default if base is None else base
+    if base is None:
         raise reader.fail("rope_theta", "missing")
-    return default if base is None else base
+    return base
 
 
 def _read_rotary_object(
