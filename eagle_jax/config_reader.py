@@ -9,7 +9,6 @@ from typing import Any
 from eagle_jax.config import RotaryConfig
 from eagle_jax.errors import ConfigError
 
-
 Key = str  # the class below has a method of that name
 
 

@@ -76,8 +76,7 @@ def test_after_a_round_the_cache_is_that_of_a_fresh_pass(pair, accepted):
     target, drafter = pair
     text = [5, 6, 7, 8, 9, 10, 11, 12, 13]
     length = 3
-    _, _, draft_cache, _ = run_prefill(target, drafter, [text[:length]], 4)
-    first, _, _, aux = run_prefill(target, drafter, [text[:length]], 4)
+    _, _, draft_cache, aux = run_prefill(target, drafter, [text[:length]], 4)
     confirmed = confirmed_by_prefill(jnp.array([text[length]]), aux, 4)
     # The round drafts (and leaves guesses in the cache), then the target confirms `accepted` tokens of `text`.
     _, draft_cache = propose(drafter, confirmed, draft_cache, jnp.array([length]), jnp.array([text[length]]), 3)
