@@ -27,7 +27,7 @@ NEW_TOKENS = 24
 def target() -> Target:
     file = hub.cache_folder() / NAME / Path(hub.BUILT_IN[NAME].member).name
     if not file.is_file():
-        pytest.skip(f"{file} is not cached; `eagle-jax inspect {NAME}` fetches it")
+        pytest.skip(f"{file} is not cached; scripts/test.sh fetches it")
     return load_target(file, dtype=jnp.float32)
 
 
