@@ -131,7 +131,7 @@ def run_in_chunks(model: Decoder, tokens: np.ndarray, sizes: list[int], *, fill:
     logits, boundaries, hidden, start = [], [], [], 0
     for size in sizes:
         now, at = jnp.asarray(tokens[None, start : start + size], jnp.int32), jnp.array([start])
-        out = forward(model, now, at[:, None] + jnp.arange(size), cache, at, capture)
+        out = forward(model, now, at[:, None] + jnp.arange(size)[None, :], cache, at, capture)
         cache = kv_cache.write(cache, out.kv, at, jnp.array([size]))
         logits.append(out.logits[0])
         boundaries.append(jnp.moveaxis(out.aux[0], 1, 0))
