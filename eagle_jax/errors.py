@@ -18,3 +18,9 @@ class CheckpointError(EagleJaxError):
 
 class InputError(EagleJaxError):
     """A prompt, a prompt file or a command-line option cannot be used."""
+
+
+def first_line(error: Exception) -> str:
+    """What a library's exception says, short enough for one line of ours."""
+    text = str(error).strip().splitlines()
+    return text[0] if text else type(error).__name__

@@ -20,8 +20,8 @@ from eagle_jax.checkpoint.layouts import hf_decoder
 from eagle_jax.checkpoint.layouts.base import DRAFT_TO_TARGET
 from eagle_jax.checkpoint.place import common_dtype, parameter_shapes, place, with_parameters
 from eagle_jax.checkpoint.tensors import TensorSource, open_tensors, read_json
+from eagle_jax.checkpoint.tokenizer import load_tokenizer
 from eagle_jax.config import DrafterConfig, TargetConfig, check_pair, default_capture_layers
-from eagle_jax.data.chat import load_tokenizer
 from eagle_jax.drafter.eagle3 import Eagle3Drafter
 from eagle_jax.errors import CheckpointError, ConfigError
 from eagle_jax.sharding import Placement, check_divides

@@ -10,7 +10,7 @@ import numpy as np
 
 from eagle_jax.checkpoint.safetensors_file import reading
 from eagle_jax.checkpoint.source import Index, TensorInfo, lookup
-from eagle_jax.errors import CheckpointError
+from eagle_jax.errors import CheckpointError, first_line
 
 
 class TorchFile:
@@ -72,7 +72,7 @@ def _load(torch: Any, path: Path) -> dict[Any, Any]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except Exception as error:  # torch raises many types on damaged or refused pickles
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = first_line(error)
         raise CheckpointError(f"{path}: torch cannot read it with weights_only: {reason}") from error
     if not isinstance(state, dict):
         raise CheckpointError(f"{path}: holds {type(state).__name__}, expected a dict of tensors")

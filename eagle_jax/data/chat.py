@@ -1,40 +1,14 @@
-"""Tokenizers, chat prompts, and text from a stream of tokens."""
+"""Chat prompts to tokens, and text from a stream of tokens."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from eagle_jax.errors import CheckpointError, InputError
+from eagle_jax.errors import InputError, first_line
 
 _HALF = "\N{REPLACEMENT CHARACTER}"
-
-
-def load_tokenizer(path: Path | str) -> Any:
-    """The tokenizer of a Hugging Face folder or of a .gguf file (a transformers fast tokenizer).
-
-    Code inside a folder is never run.
-
-    Raises:
-      CheckpointError: there is none, or it cannot be read.
-    """
-    path = Path(path)
-    if path.suffix == ".gguf":
-        from eagle_jax.checkpoint.gguf import GgufSource
-        from eagle_jax.checkpoint.gguf_tokenizer import read_tokenizer
-
-        return read_tokenizer(GgufSource(path))
-    folder = path if path.is_dir() else path.parent
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
-        raise CheckpointError(f"{folder}: holds no tokenizer (tokenizer.json, tokenizer.model or vocab.json)")
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the library raises whatever its parsers raise
-        raise CheckpointError(f"{folder}: the tokenizer cannot be read: {_first_line(error)}") from error
 
 
 def encode_chat(
@@ -43,7 +17,7 @@ def encode_chat(
     """Token ids of a conversation, ready for the assistant's answer.
 
     Args:
-      tokenizer: from `load_tokenizer`. Without a chat template the texts are encoded plainly, with a warning.
+      tokenizer: a target's. Without a chat template the texts are encoded plainly, with a warning.
       turns: what the user says first; or user and assistant texts in turn; or messages {"role", "content"}.
       system: an instruction before the first message.
 
@@ -64,7 +38,7 @@ def encode_chat(
     try:
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
     except Exception as error:  # templates raise jinja2 errors, and anything that they trigger
-        raise InputError(f"the chat template refuses this conversation: {_first_line(error)}") from error
+        raise InputError(f"the chat template refuses this conversation: {first_line(error)}") from error
     return [int(i) for i in ids]
 
 
@@ -118,8 +92,3 @@ class StreamDecoder:
         return self._tokenizer.decode(
             self._ids[start:stop], skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return text[0] if text else type(error).__name__

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tiny_gguf import CHAT_TEMPLATE, write_gguf
 
 from eagle_jax.checkpoint.hub import BUILT_IN, cache_folder
-from eagle_jax.data.chat import StreamDecoder, encode_chat, load_tokenizer
+from eagle_jax.checkpoint.tokenizer import load_tokenizer
+from eagle_jax.data.chat import StreamDecoder, encode_chat
 from eagle_jax.data.prompts import read_prompts
 from eagle_jax.errors import CheckpointError, InputError
 

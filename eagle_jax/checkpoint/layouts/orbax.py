@@ -64,7 +64,7 @@ class OrbaxSource:
         try:
             return action()
         except Exception as error:  # Orbax and TensorStore raise many types on damaged files
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = first_line(error)
             raise CheckpointError(f"{self.where}: {what}: Orbax cannot read it: {reason}") from error
 
 
