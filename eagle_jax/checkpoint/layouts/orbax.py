@@ -19,7 +19,7 @@ from eagle_jax.checkpoint.source import Index, TensorInfo, lookup
 from eagle_jax.checkpoint.tensors import Entry
 from eagle_jax.config import BlockConfig, DrafterConfig, RotaryConfig
 from eagle_jax.config_reader import ConfigReader
-from eagle_jax.errors import CheckpointError, ConfigError
+from eagle_jax.errors import CheckpointError, ConfigError, first_line
 
 FORMAT = "eagle_jax_drafter"
 ARRAYS = "arrays"
