@@ -9,12 +9,16 @@ Both share every weight name; what differs is chosen when the module is built:
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from eagle_jax.config import DrafterConfig
-from eagle_jax.layers.attention import Attention, AttentionInputs, attention_inputs
+from eagle_jax.layers.attention import Attend, Attention, attention_inputs
 from eagle_jax.layers.linear import Linear, VocabTable
 from eagle_jax.layers.mlp import MLP
 from eagle_jax.layers.norm import RMSNorm
@@ -38,24 +42,16 @@ class DrafterBlock(nnx.Module):
         self.post_attention_layernorm = RMSNorm(width, eps=block.norm_eps, dtype=dtype)
         self.mlp = MLP(block, dtype=dtype, rngs=rngs)
 
-    def __call__(
-        self,
-        x: jax.Array,
-        embeddings: jax.Array,
-        k_cache: jax.Array,
-        v_cache: jax.Array,
-        inputs: AttentionInputs,
-        window: int | None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def __call__(self, x: jax.Array, embeddings: jax.Array, attend: Attend) -> tuple[jax.Array, Any]:
         if self.hidden_norm is None:
             attended, residual = self.input_layernorm(x), x
         else:
             normed = self.hidden_norm(x)
             attended = jnp.concatenate([self.input_layernorm(embeddings), normed], axis=-1)
             residual = normed if self.norm_before_residual else x
-        mixed, k, v = self.self_attn(attended, k_cache, v_cache, inputs, window)
+        mixed, kept = attend(self.self_attn, attended)
         x = residual + mixed
-        return x + self.mlp(self.post_attention_layernorm(x)), k, v
+        return x + self.mlp(self.post_attention_layernorm(x)), kept
 
 
 class Eagle3Drafter(nnx.Module):
@@ -135,14 +131,32 @@ class Eagle3Drafter(nnx.Module):
         """
         block = self.config.block
         inputs = attention_inputs(block, positions, lengths, self_mask)
-        x, keys, values = features, [], []
-        for i, layer in enumerate(self.layers):
-            x, k, v = layer(x, embeddings, cache.k[i], cache.v[i], inputs, block.sliding_window)
-            keys.append(k)
-            values.append(v)
-        output = self.norm(x)
-        feedback = output if self.config.norm_output else x
+
+        def attend(i: int, attention: Attention, x: jax.Array):
+            return attention(x, cache.k[i], cache.v[i], inputs, block.sliding_window)
+
+        output, feedback, kv = self.run_blocks(features, embeddings, attend)
+        keys, values = zip(*kv, strict=True)
         return DrafterOutput(output, feedback, NewKV(jnp.stack(keys), jnp.stack(values)))
+
+    def run_blocks(
+        self, features: jax.Array, embeddings: jax.Array, attend: Callable[[int, Attention, jax.Array], tuple]
+    ) -> tuple[jax.Array, jax.Array, list]:
+        """The blocks and the final norm, with the caller's attention.
+
+        Args:
+          features, embeddings: [B, T, H] each.
+          attend: (block number, its attention module, normed input) -> (mixed [B, T, H], what to keep).
+
+        Returns:
+          (output, feedback, what each block kept); see `DrafterOutput`.
+        """
+        x, kept = features, []
+        for i, layer in enumerate(self.layers):
+            x, of_layer = layer(x, embeddings, functools.partial(attend, i))
+            kept.append(of_layer)
+        output = self.norm(x)
+        return output, output if self.config.norm_output else x, kept
 
     def logits(self, output: jax.Array) -> jax.Array:
         """[..., H] -> [..., U] float32, over the draft vocabulary."""

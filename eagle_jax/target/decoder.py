@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from eagle_jax.config import BlockConfig, TargetConfig, check_capture_layers
-from eagle_jax.layers.attention import Attention, AttentionInputs, attention_inputs
+from eagle_jax.layers.attention import Attend, Attention, attention_inputs, sequence_inputs
 from eagle_jax.layers.linear import VocabTable
 from eagle_jax.layers.mlp import MLP
 from eagle_jax.layers.norm import RMSNorm
@@ -23,12 +26,10 @@ class Block(nnx.Module):
         self.post_attention_layernorm = RMSNorm(*stack, config.hidden_size, eps=config.norm_eps, dtype=dtype)
         self.mlp = MLP(config, dtype=dtype, rngs=rngs, stack=stack)
 
-    def __call__(
-        self, x: jax.Array, k_cache: jax.Array, v_cache: jax.Array, inputs: AttentionInputs, window
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        mixed, k, v = self.self_attn(self.input_layernorm(x), k_cache, v_cache, inputs, window)
+    def __call__(self, x: jax.Array, attend: Attend) -> tuple[jax.Array, Any]:
+        mixed, kept = attend(self.self_attn, self.input_layernorm(x))
         x = x + mixed
-        return x + self.mlp(self.post_attention_layernorm(x)), k, v
+        return x + self.mlp(self.post_attention_layernorm(x)), kept
 
 
 class Decoder(nnx.Module):
@@ -79,15 +80,44 @@ class Decoder(nnx.Module):
         Raises:
           ConfigError: captured ids that collide, descend or leave [0, L].
         """
-        capture = check_capture_layers(capture, self.config.num_layers)
         inputs = attention_inputs(self.config.block, positions, lengths, self_mask)
-        x, aux, kv = self._run_blocks(self.embed.embed(tokens), cache, inputs, capture)
-        hidden = self.norm(x)
-        return TargetOutput(self.logits(hidden) if logits else None, hidden, aux, kv)
+
+        def attend(attention: Attention, x: jax.Array, layer: KVCache, window):
+            return attention(x, layer.k, layer.v, inputs, window)
+
+        hidden, aux, (k, v) = self._run_blocks(tokens, capture, attend, cache)
+        return TargetOutput(self.logits(hidden) if logits else None, hidden, aux, NewKV(k, v))
+
+    def read(
+        self, tokens: jax.Array, positions: jax.Array, documents: jax.Array, *, capture: tuple[int, ...]
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """One pass over whole sequences, for training: no cache, no logits, packed documents apart.
+
+        Args:
+          tokens: [B, T] ids in [0, V); positions: [B, T] within each document.
+          documents: [B, T] number of each token's document; a document's tokens are adjacent.
+          capture: boundaries to return.
+
+        Returns:
+          (hidden [B, T, D] after the final norm, aux [B, T, A, D] or None without `capture`).
+
+        Raises:
+          ConfigError: captured ids that collide, descend or leave [0, L].
+        """
+        inputs = sequence_inputs(self.config.block, positions, documents)
+
+        def attend(attention: Attention, x: jax.Array, layer: None, window):
+            return attention.over_sequence(x, inputs, window), None
+
+        hidden, aux, _ = self._run_blocks(tokens, capture, attend, None)
+        return hidden, aux
 
     def _run_blocks(
-        self, x: jax.Array, cache: KVCache, inputs: AttentionInputs, capture: tuple[int, ...]
-    ) -> tuple[jax.Array, jax.Array | None, NewKV]:
+        self, tokens: jax.Array, capture: tuple[int, ...], attend: Callable[..., tuple[jax.Array, Any]], per_layer: Any
+    ) -> tuple[jax.Array, jax.Array | None, Any]:
+        """Embeds, runs the blocks and the final norm; `attend` gets a layer's slice of `per_layer`, and its window."""
+        capture = check_capture_layers(capture, self.config.num_layers)
+        x = self.embed.embed(tokens)
         depth = self.config.num_layers
         blocks, parameters = nnx.split(self.layers)
         # Captured states go to one slot each of a small carried buffer; the other layers overwrite a spare last slot.
@@ -97,20 +127,21 @@ class Decoder(nnx.Module):
 
         def body(carry, layer):
             x, aux = carry
-            parameters, k_cache, v_cache, slot, window = layer
+            parameters, of_layer, slot, window = layer
             if aux is not None:
                 aux = jax.lax.dynamic_update_index_in_dim(aux, x, slot, axis=0)
-            x, k, v = nnx.merge(blocks, parameters)(x, k_cache, v_cache, inputs, window)
-            return (x, aux), NewKV(k, v)
+            block = nnx.merge(blocks, parameters)
+            x, kept = block(x, lambda attention, normed: attend(attention, normed, of_layer, window))
+            return (x, aux), kept
 
-        (x, aux), kv = jax.lax.scan(body, (x, aux), (parameters, cache.k, cache.v, slots, self._windows(cache)))
-        if aux is None:
-            return x, None, kv
-        if depth in capture:
-            aux = aux.at[capture.index(depth)].set(x)
-        return x, jnp.moveaxis(aux[: len(capture)], 0, 2), kv
+        (x, aux), kept = jax.lax.scan(body, (x, aux), (parameters, per_layer, slots, self._windows()))
+        if aux is not None:
+            if depth in capture:
+                aux = aux.at[capture.index(depth)].set(x)
+            aux = jnp.moveaxis(aux[: len(capture)], 0, 2)
+        return self.norm(x), aux, kept
 
-    def _windows(self, cache: KVCache) -> jax.Array | None:
+    def _windows(self) -> jax.Array | None:
         """[L] window per layer, or None when no layer slides."""
         window, sliding = self.config.block.sliding_window, self.config.sliding_layers
         if window is None or sliding is None or not any(sliding):

@@ -1,6 +1,7 @@
 """The public function of the op: checks shapes, then runs the blockwise reference (XLA compiles it everywhere)."""
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.ttt_attention.reference import reference
 
@@ -9,11 +10,10 @@ def ttt_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    k_own: jax.Array,
-    v_own: jax.Array,
     documents: jax.Array,
-    slots: jax.Array,
     *,
+    own: tuple[jax.Array, jax.Array] | None = None,
+    slots: jax.Array | None = None,
     window: jax.Array | int | None = None,
     block: int = 256,
 ) -> jax.Array:
@@ -26,9 +26,9 @@ def ttt_attention(
     Args:
       q: [B, Q, N, h] rotated queries of step n.
       k, v: [B, K, T, h] rotated keys, and values, of step 0; N is a multiple of K.
-      k_own, v_own: [B, K, n, Q, h] keys and values of the queries' own slots at steps 1 .. n.
-      documents: [B, T] ascending document numbers; queries see their own document only.
-      slots: [B, Q] slot of each query, in [0, T), ascending.
+      documents: [B, T] document of each slot; the slots of a document are adjacent. Queries see their own only.
+      own: keys and values of the queries' own slots at steps 1 .. n, each [B, K, n, Q, h]; None at step 0.
+      slots: [B, Q] slot of each query, in [0, T), ascending; None is every slot.
       window: a query at position p sees positions above p - window only; None sees all.
       block: queries, and keys, per block.
 
@@ -39,7 +39,13 @@ def ttt_attention(
       ValueError: shapes that do not fit together.
     """
     B, Q, N, h = q.shape
-    K, T, n = k.shape[1], k.shape[2], k_own.shape[2]
+    K, T = k.shape[1], k.shape[2]
+    if slots is None:
+        slots = jnp.broadcast_to(jnp.arange(Q), (B, Q))
+    if own is None:
+        own = (jnp.zeros((B, K, 0, Q, h), k.dtype),) * 2
+    k_own, v_own = own
+    n = k_own.shape[2]
     expected = {
         "k": (k, (B, K, T, h)),
         "v": (v, (B, K, T, h)),

@@ -100,9 +100,10 @@ def _forward(q, k, v, first, last, block):
             part = jnp.einsum("bkgqs,bksh->bkgqh", weights.astype(q.dtype), _take(v, j, block).astype(q.dtype))
             return new_top, total * scale + weights.sum(axis=-1), out * scale[..., None] + part
 
+        low, high = _range(fi, li, block)
         shape = qi.shape[:-1]
         start = (jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros(qi.shape, jnp.float32))
-        top, total, out = jax.lax.fori_loop(*_range(fi, li, block), step, start)
+        top, total, out = jax.lax.fori_loop(low, high, step, start)
         out = out / jnp.maximum(total, 1e-30)[..., None]
         return out, jnp.where(total > 0, top + jnp.log(jnp.maximum(total, 1e-30)), MASKED)
 
@@ -143,7 +144,8 @@ def _backward(block, saved, gradients):
             d_v = _add(d_v, jnp.einsum("bkgqs,bkgqh->bksh", p, d_out_i), j)
             return d_q, d_k, d_v
 
-        d_q, d_k, d_v = jax.lax.fori_loop(*_range(fi, li, block), step, (jnp.zeros(qi.shape, jnp.float32), *carry))
+        low, high = _range(fi, li, block)
+        d_q, d_k, d_v = jax.lax.fori_loop(low, high, step, (jnp.zeros(qi.shape, jnp.float32), *carry))
         return (d_k, d_v), d_q
 
     def _add(total, part, j):

@@ -34,6 +34,10 @@ def dense(q, k, v, k_own, v_own, documents, slots, window):
     return out.reshape(B, Q, N, h)
 
 
+def ours(q, k, v, k_own, v_own, documents, slots, window=None, block=16):
+    return ttt_attention(q, k, v, documents, own=(k_own, v_own), slots=slots, window=window, block=block)
+
+
 def random_inputs(seed, B=2, T=37, Q=None, N=4, K=2, h=8, n=2, runs=3):
     rng = np.random.default_rng(seed)
     Q = T if Q is None else Q
@@ -73,7 +77,7 @@ def compiled(n: int, block: int):
 
         return jax.jit(jax.value_and_grad(total))
 
-    return loss(lambda *a: ttt_attention(*a[:-1], window=a[-1], block=block)), loss(dense)
+    return loss(functools.partial(ours, block=block)), loss(dense)
 
 
 @pytest.mark.parametrize("T, Q, groups, n, block", SHAPES)
@@ -81,26 +85,24 @@ def compiled(n: int, block: int):
 def test_values_and_gradients_equal_dense_attention(T, Q, groups, n, block, seed, runs, window):
     inputs = random_inputs(seed, T=T, Q=Q, N=2 * groups, n=n, runs=runs)
     weight = jnp.asarray(np.random.default_rng(seed).standard_normal(inputs[0].shape), jnp.float32)
-    ours, theirs = (f(inputs[:5], *inputs[5:], weight, jnp.int32(window)) for f in compiled(n, block))
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+    found, wanted = (f(inputs[:5], *inputs[5:], weight, jnp.int32(window)) for f in compiled(n, block))
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-4, rtol=2e-4)
 
 
 def test_documents_never_leak():
     q, k, v, k_own, v_own, _, slots = random_inputs(0, T=24)
     documents = jnp.asarray(np.repeat([[1, 2, 3]], 8, axis=1).repeat(2, axis=0))
-    before = ttt_attention(q, k, v, k_own, v_own, documents, slots, block=8)
-    disturbed = ttt_attention(
-        q, k.at[:, :, :8].add(5.0), v.at[:, :, :8].add(5.0), k_own, v_own, documents, slots, block=8
-    )
+    before = ours(q, k, v, k_own, v_own, documents, slots, block=8)
+    disturbed = ours(q, k.at[:, :, :8].add(5.0), v.at[:, :, :8].add(5.0), k_own, v_own, documents, slots, block=8)
     assert np.array_equal(before[:, 8:], disturbed[:, 8:])
     assert not np.allclose(before[:, :8], disturbed[:, :8])
 
 
 def test_bfloat16_stays_near_float32():
     inputs = random_inputs(3, T=64)
-    exact = ttt_attention(*inputs, block=16)
-    rounded = ttt_attention(*(x.astype(jnp.bfloat16) for x in inputs[:5]), *inputs[5:], block=16)
+    exact = ours(*inputs)
+    rounded = ours(*(x.astype(jnp.bfloat16) for x in inputs[:5]), *inputs[5:])
     assert rounded.dtype == jnp.bfloat16
     np.testing.assert_allclose(rounded.astype(jnp.float32), exact, atol=0.05)
 
@@ -110,7 +112,7 @@ def test_memory_is_linear_in_the_slots():
 
     def temporaries(T: int) -> int:
         inputs = random_inputs(0, B=1, T=T, N=2, K=1, n=1)
-        step = jax.grad(lambda *floats: ttt_attention(*floats, *inputs[5:], block=64).sum(), argnums=range(5))
+        step = jax.grad(lambda *floats: ours(*floats, *inputs[5:], block=64).sum(), argnums=range(5))
         return jax.jit(step).lower(*inputs[:5]).compile().memory_analysis().temp_size_in_bytes
 
     small, large = temporaries(1024), temporaries(2048)
@@ -132,4 +134,9 @@ def test_wrong_shapes_are_named(name, change):
     inputs = dict(zip(names, random_inputs(0), strict=True))
     inputs[name] = change(inputs[name])
     with pytest.raises(ValueError, match=f"ttt_attention: {name} is"):
-        ttt_attention(*inputs.values())
+        ours(*inputs.values())
+
+
+def test_step_0_is_causal_attention_over_every_slot():
+    q, k, v, k_own, v_own, documents, slots = random_inputs(0, n=0)
+    assert np.array_equal(ttt_attention(q, k, v, documents, block=16), ours(q, k, v, k_own, v_own, documents, slots))
