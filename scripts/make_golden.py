@@ -17,6 +17,13 @@ Every case is a folder:
       fused     [T, H]      what `fc` returns
       logits    [k, T, U]   draft logits of step 0 .. k-1 at every slot
       feedback  [k, T, H]   the state that each of these steps feeds to the next one
+    training.npz            of the cases in TRAINED only: the loss of the same class on two packed documents
+      aux, tokens           as above; documents [T] of each slot
+      hidden    [T, D]      final target states, each before the norm and beside the slot whose token it follows
+      mask      [T]         which of them count
+      norm, head            the target's final norm [D], and its head's rows for the draft vocabulary [U, D]
+      loss      []          of STEPS steps, each the mean over what counts (KL from the target)
+      grad:NAME             its gradient for every trained tensor, by stored name
 
 Step j at slot t continues from slots 0 .. t of step 0: it takes the feedback of step j-1 at slot t and the token of
 slot t + j, and sees its own earlier steps. That is training-time test with the data's tokens, and equally a draft from
@@ -33,6 +40,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from speculators.config import SpeculatorsConfig, VerifierConfig
+from speculators.losses.eager import kl_div_loss  # the default loss in torch: the fused one needs a GPU
 from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from speculators.proposals.greedy import GreedyTokenProposalConfig
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
@@ -106,6 +114,9 @@ CASES: dict[str, tuple[PretrainedConfig, dict[str, bool], int, int]] = {
 }
 
 
+TRAINED = ("eagle3", "eagle3_1", "recipe_default", "qwen3_two_layers_3_1")
+
+
 def build(nested: PretrainedConfig, flags: dict[str, bool], draft_vocab: int, captures: int, seed: int):
     """A drafter whose every parameter is random, norms and biases included."""
     nested._attn_implementation = "eager"
@@ -167,6 +178,48 @@ def record_run(model: Eagle3DraftModel, aux: torch.Tensor, tokens: torch.Tensor)
     }
 
 
+def record_training(
+    model: Eagle3DraftModel, aux: torch.Tensor, tokens: torch.Tensor, generator
+) -> dict[str, np.ndarray]:
+    """One loss of the class, and its gradients."""
+    T, D = len(tokens), aux.shape[-1]
+    hidden = torch.randn(T, D, generator=generator)
+    mask = torch.rand(T, generator=generator) < 0.7
+    documents = torch.tensor([0] * (T // 2) + [1] * (T - T // 2))
+    # The class trains on the first document's last slots with the second's tokens; such predictions are masked here.
+    mask[max(T // 2 - STEPS, 0) : T // 2] = False
+    mask[T // 2 : T // 2 + STEPS] = False
+    with torch.no_grad():
+        model.verifier_norm.weight.copy_(1 + 0.3 * torch.randn(D, generator=generator))
+        head = torch.randn(model.verifier_lm_head.weight.shape, generator=generator) * 0.5
+        model.verifier_lm_head.weight.copy_(head)
+    model.train()
+    _, loss, _ = model(
+        hidden_states=aux.reshape(1, T, -1),
+        input_ids=tokens[None],
+        document_ids=documents[None],
+        position_ids=torch.arange(T)[None],
+        loss_mask=mask[None],
+        verifier_last_hidden_states=hidden[None],
+        ttt_steps=STEPS,
+        loss_config={"kl_div": (kl_div_loss, 1.0)},
+    )
+    loss.backward()
+    model.eval()
+    gradients = {f"grad:{n}": p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
+    return {
+        "aux": aux.numpy(),
+        "tokens": tokens.numpy(),
+        "documents": documents.numpy(),
+        "hidden": hidden.numpy(),
+        "mask": mask.numpy(),
+        "norm": model.verifier_norm.weight.detach().numpy(),
+        "head": head.numpy(),
+        "loss": loss.detach().numpy(),
+        **gradients,
+    }
+
+
 def main(destination: str) -> None:
     for seed, (name, (nested, flags, draft_vocab, captures)) in enumerate(CASES.items()):
         model, generator = build(nested, flags, draft_vocab, captures, seed)
@@ -181,8 +234,12 @@ def main(destination: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(folder)
         np.savez_compressed(folder / "golden.npz", aux=aux.numpy(), tokens=tokens.numpy(), **outputs)
+        if name in TRAINED:
+            aux = torch.randn(2 * LENGTH, captures, nested.hidden_size, generator=generator) * scale
+            tokens = torch.randint(nested.vocab_size, (2 * LENGTH,), generator=generator)
+            np.savez_compressed(folder / "training.npz", **record_training(model, aux, tokens, generator))
         for extra in folder.iterdir():
-            if extra.name not in ("config.json", "model.safetensors", "golden.npz"):
+            if extra.name not in ("config.json", "model.safetensors", "golden.npz", "training.npz"):
                 extra.unlink()
         print(f"{name}: {sum(f.stat().st_size for f in folder.iterdir())} bytes")
 

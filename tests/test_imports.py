@@ -27,6 +27,7 @@ LAYERS: list[tuple[str, ...]] = [
     ("eagle_jax.prefill", "eagle_jax.speculative", "eagle_jax.autoregressive", "eagle_jax.results"),
     ("eagle_jax.generation",),
     ("eagle_jax.checkpoint", "eagle_jax.data"),
+    ("eagle_jax.trainer",),
     ("eagle_jax.report", "eagle_jax.commands"),
     ("eagle_jax.cli",),
 ]

@@ -43,7 +43,15 @@ def generator(request, target):
     return request.param, Generator(target.model, drafter.model, num_draft_tokens=4)
 
 
-@pytest.mark.parametrize("prompts", ["eval_math", "eval_coding", "eval_mt_bench"])
+# One file every time; all three with `pytest -m "slow or not slow"`.
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        "eval_math",
+        pytest.param("eval_coding", marks=pytest.mark.slow),
+        pytest.param("eval_mt_bench", marks=pytest.mark.slow),
+    ],
+)
 def test_same_tokens_same_rounds_same_accepted_counts(runs, generator, prompts):
     name, generator = generator
     plain, speculative = runs[f"{prompts} / none"]["results"], runs[f"{prompts} / {name}"]["summary"]

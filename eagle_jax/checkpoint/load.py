@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from eagle_jax.checkpoint.drafter_checkpoint import open_drafter
+from eagle_jax.checkpoint.drafter_checkpoint import DrafterCheckpoint, open_drafter
 from eagle_jax.checkpoint.hub import resolve
 from eagle_jax.checkpoint.keymap import Piece, check, plan
 from eagle_jax.checkpoint.layouts import hf_decoder
@@ -149,17 +149,34 @@ def load_drafter(
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
 
+    model = build_drafter(checkpoint, config, dtype=target.model.dtype if dtype is None else dtype, placement=placement)
+    model.bind(target.model.embed, target.model.head)
+    return Drafter(path, config, model, warnings)
+
+
+def build_drafter(
+    checkpoint: DrafterCheckpoint,
+    config: DrafterConfig | None = None,
+    *,
+    dtype: Any = jnp.float32,
+    placement: Placement | None = None,
+) -> Eagle3Drafter:
+    """The drafter of an opened checkpoint, not yet bound to a target.
+
+    Args:
+      config: its configuration where that was completed; None is the checkpoint's own.
+      dtype: of all weights.
+      placement: where the parameters go; None is the default device.
+    """
+    config = config or checkpoint.config
     model = nnx.eval_shape(lambda: Eagle3Drafter(config, dtype=jnp.float32, rngs=nnx.Rngs(0)))
     shapes = parameter_shapes(model)
-    kind = np.dtype(jnp.dtype(target.model.dtype if dtype is None else dtype))
     arrays: dict[str, jax.Array] = {}
     for of_ids in (False, True):  # weights take the model's dtype, the vocabulary table stays integer
         pieces = [Piece(p, shape, p, None, False) for p, shape in shapes.items() if (p == DRAFT_TO_TARGET) == of_ids]
-        dtype_of_pieces = np.dtype(np.int32) if of_ids else kind
-        arrays |= place(checkpoint, pieces, shapes, dtype_of_pieces, placement, config.block.head_dim)
-    model = with_parameters(model, arrays)
-    model.bind(target.model.embed, target.model.head)
-    return Drafter(path, config, model, warnings)
+        kind = np.dtype(np.int32) if of_ids else np.dtype(jnp.dtype(dtype))
+        arrays |= place(checkpoint, pieces, shapes, kind, placement, config.block.head_dim)
+    return with_parameters(model, arrays)
 
 
 def read_target(name: str | Path) -> TargetConfig:

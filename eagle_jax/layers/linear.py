@@ -34,6 +34,13 @@ class VocabTable(nnx.Module):
         table = jax.random.normal(rngs.params(), (vocab_size, width), jnp.float32) * INIT_STD
         self.weight = nnx.Param(table.astype(dtype))
 
+    @classmethod
+    def holding(cls, weight: jax.Array) -> "VocabTable":
+        """A table around an array that is there already."""
+        table = nnx.eval_shape(lambda: cls(*weight.shape, dtype=weight.dtype, rngs=nnx.Rngs(0)))
+        table.weight.set_value(weight)
+        return table
+
     def embed(self, tokens: jax.Array) -> jax.Array:
         """[...] ids -> [..., width]. Ids must lie in [0, vocabulary): the host checks them, a gather would clamp."""
         return jnp.take(self.weight[...], tokens, axis=0, mode="clip")

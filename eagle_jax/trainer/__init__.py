@@ -1,0 +1,1 @@
+"""Training drafters: target features, training-time test, losses, the step and the loop around it."""
