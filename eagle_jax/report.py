@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,26 @@ def write_json(path: Path | None, value: Any) -> None:
     """
     if path is None:
         return
-    partial: str | None = None
+    # Links and devices (/dev/stdout) are written through; renaming onto them would replace them.
+    in_place = path.is_symlink() or (path.exists() and not path.is_file())
+    partial = path if in_place else path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-            partial = file.name
+        with partial.open("w") as file:
             json.dump(value, file, indent=1)
             file.write("\n")
-        os.replace(partial, path)
-        partial = None
+        if not in_place:
+            os.replace(partial, path)
     except OSError as error:
         raise InputError(f"{path}: cannot write: {error.strerror or error}") from error
     finally:
-        if partial is not None:
-            os.unlink(partial)
+        if not in_place:
+            partial.unlink(missing_ok=True)
+
+
+def stdout() -> Console:
+    """Where tables go. A pipe or a file has no width of its own, so that nothing need be left out there."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=200)
 
 
 def print_generate(console: Console, summary: dict[str, Any], baseline_compile_seconds: float | None) -> None:
@@ -63,9 +69,9 @@ def print_generate(console: Console, summary: dict[str, Any], baseline_compile_s
             f"{baseline['tokens_per_second']:.1f}" if baseline else "",
         )
     )
-    programs = f"{summary['compile_seconds']:.1f} s, {summary['num_compilations']}"
+    programs = f"{summary['compile_seconds']:.1f} s ({summary['num_compilations']})"
     rows.append(
-        ("compiling, programs", programs, f"{baseline_compile_seconds:.1f} s" if baseline_compile_seconds else "")
+        ("compiling (programs)", programs, f"{baseline_compile_seconds:.1f} s" if baseline_compile_seconds else "")
     )
     for row in rows:
         table.add_row(*row[: 3 if baseline else 2])
@@ -85,7 +91,7 @@ def print_convert(console: Console, report: ConvertReport) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    _print_warnings(console, report.warnings)
+    print_warnings(console, report.warnings)
 
 
 def print_inspect(console: Console, report: InspectReport) -> None:
@@ -112,28 +118,37 @@ def print_inspect(console: Console, report: InspectReport) -> None:
     ):
         facts.add_row(name, escape(value))
     console.print(facts)
-    tensors = Table(box=None, pad_edge=False)
-    for title in ("tensor", "stored as", "shape", "dtype"):
-        tensors.add_column(title)
+    table = _tensors(report, stored=True)
+    if console.measure(table, options=console.options.update(max_width=10_000)).maximum > console.width:
+        table = _tensors(report, stored=False)  # of no use cut short; the JSON result has it
+    console.print(table)
+    print_warnings(console, report.warnings)
+
+
+def _tensors(report: InspectReport, *, stored: bool) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for title in ("tensor", *(("stored as",) if stored else ()), "shape", "dtype"):
+        table.add_column(title, no_wrap=True)
     for tensor in report.tensors:
-        tensors.add_row(tensor.path, ", ".join(tensor.stored), str(tensor.shape), tensor.dtype)
-    console.print(tensors)
-    _print_warnings(console, report.warnings)
+        names = (", ".join(tensor.stored),) if stored else ()
+        table.add_row(tensor.path, *names, str(tensor.shape), tensor.dtype)
+    return table
 
 
 def print_diff(console: Console, report: DiffReport) -> None:
     for field, (left, right) in report.config.items():
         console.print(f"{field}: {left} and {right}", highlight=False, markup=False)
     table = Table(box=None, pad_edge=False)
-    for title in ("tensor", "status", "largest difference", ""):
-        table.add_column(title)
+    table.add_column("tensor", no_wrap=True)
+    table.add_column("max |a-b|", justify="right")
+    table.add_column("status")
     for tensor in report.tensors:
         largest = "" if tensor.max_abs is None else f"{tensor.max_abs:.3g}"
-        table.add_row(tensor.path, tensor.status.replace("_", " "), largest, escape(tensor.detail))
+        table.add_row(tensor.path, largest, escape(tensor.detail or tensor.status.replace("_", " ")))
     console.print(table)
     console.print("equal" if report.equal else "different", style="bold green" if report.equal else "bold red")
 
 
-def _print_warnings(console: Console, warnings: list[str]) -> None:
+def print_warnings(console: Console, warnings: list[str]) -> None:
     for warning in warnings:
         console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False, soft_wrap=True)
