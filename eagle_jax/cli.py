@@ -6,9 +6,12 @@ exit code 2, never a traceback.
 
 from __future__ import annotations
 
+import errno
 import functools
+import io
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,7 +23,6 @@ from eagle_jax.errors import EagleJaxError, InputError
 
 app = typer.Typer(
     help="EAGLE-3.1 speculative decoding for JAX and TPU.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
 )
@@ -50,7 +52,17 @@ class NormOutputMeaning(StrEnum):
     specforge = "specforge"
 
 
-Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON.")]
+def _writable(path: Path | None) -> Path | None:
+    """Refuses a result file before any work is done for it."""
+    if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
+        problem = "is a folder" if path.is_dir() else f"{path.parent} is no folder that can be written to"
+        raise typer.BadParameter(f"{path}: {problem}")
+    return path
+
+
+Json = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", callback=_writable, help="Write the result as JSON.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no tables.")]
 SourceLayout = Annotated[
     str | None, typer.Option("--source-layout", help="Read SRC in this layout instead of finding out which it is.")
@@ -64,6 +76,10 @@ Meaning = Annotated[
 ]
 
 
+def _fail(problem: object) -> None:
+    typer.echo(f"eagle-jax: {' '.join(str(problem).splitlines())}", err=True)
+
+
 def _reports_errors(command: Callable[..., None]) -> Callable[..., None]:
     """A user's mistake ends the process with one line and exit code 2; Ctrl-C with 130."""
 
@@ -72,10 +88,15 @@ def _reports_errors(command: Callable[..., None]) -> Callable[..., None]:
         try:
             command(*args, **kwargs)
         except EagleJaxError as error:
-            typer.echo(f"eagle-jax: {error}", err=True)
+            _fail(error)
+            raise typer.Exit(2) from error
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # whoever read our output has seen enough
+                raise
+            _fail(f"{error.filename}: {error.strerror}" if error.filename is not None else error)
             raise typer.Exit(2) from error
         except KeyboardInterrupt as error:
-            typer.echo("eagle-jax: interrupted", err=True)
+            _fail("interrupted")
             raise typer.Exit(130) from error
 
     return wrapped
@@ -113,6 +134,8 @@ def generate(
         raise InputError("give either --prompt TEXT or --prompts FILE")
     if compare and drafter == "none":
         raise InputError("--compare needs a drafter: without one there is only the plain run")
+    if prompt is not None and not prompt.strip():
+        raise InputError("--prompt is empty")
     from eagle_jax import commands
 
     commands.generate(
@@ -159,7 +182,7 @@ def convert(
     ids = None if capture_layers is None else tuple(_numbers(capture_layers, ",", "--capture-layers", "2,15,27"))
     from eagle_jax.checkpoint.convert import convert as run
     from eagle_jax.checkpoint.hub import resolve
-    from eagle_jax.report import print_convert, write_json
+    from eagle_jax.report import print_convert, stdout, write_json
 
     with _status(quiet, f"Converting {source}"):
         report = run(
@@ -174,7 +197,7 @@ def convert(
             overwrite=overwrite,
         )
     if not quiet:
-        print_convert(Console(), report)
+        print_convert(stdout(), report)
     write_json(json_file, report.to_json())
 
 
@@ -190,12 +213,12 @@ def inspect(
     """Say what a drafter is: layout, switches, captured layers, shapes, dtypes, warnings."""
     from eagle_jax.checkpoint.convert import inspect as run
     from eagle_jax.checkpoint.hub import resolve
-    from eagle_jax.report import print_inspect, write_json
+    from eagle_jax.report import print_inspect, stdout, write_json
 
     with _status(quiet, f"Reading {source}"):
         report = run(resolve(source), layout=source_layout, norm_output_meaning=norm_output_meaning.value)
     if not quiet:
-        print_inspect(Console(), report)
+        print_inspect(stdout(), report)
     write_json(json_file, report.to_json())
 
 
@@ -211,12 +234,12 @@ def diff(
     """Compare two drafters tensor by tensor, whatever their layouts. Exit code 1 when they differ."""
     from eagle_jax.checkpoint.convert import diff as run
     from eagle_jax.checkpoint.hub import resolve
-    from eagle_jax.report import print_diff, write_json
+    from eagle_jax.report import print_diff, stdout, write_json
 
     with _status(quiet, f"Comparing {a} and {b}"):
         report = run(resolve(a), resolve(b), norm_output_meaning=norm_output_meaning.value)
     if not quiet:
-        print_diff(Console(), report)
+        print_diff(stdout(), report)
     write_json(json_file, report.to_json())
     raise typer.Exit(0 if report.equal else 1)
 
@@ -241,7 +264,19 @@ def _mesh_shape(text: str | None) -> tuple[int, int] | None:
     return sizes[0], sizes[1]
 
 
-def main() -> None:
-    """Entry point of the console script."""
-    app(prog_name="eagle-jax")
-    sys.exit(0)
+# typer exports one kind of usage error; its base class is all of them.
+_UsageError: Any = typer.BadParameter.__bases__[0]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the console script; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal that lacks a character shows a question mark
+            stream.reconfigure(errors="replace")
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return app(arguments or ["--help"], prog_name="eagle-jax", standalone_mode=False) or 0
+    except _UsageError as error:
+        command = error.ctx.command_path if error.ctx is not None else "eagle-jax"
+        _fail(f"{error.format_message().rstrip('.')} (see {command} --help)")
+        return 2

@@ -16,8 +16,9 @@ from eagle_jax.checkpoint.hub import cache_folder
 from eagle_jax.checkpoint.load import Drafter, Target, load_drafter, load_target
 from eagle_jax.data.chat import StreamDecoder, encode_chat
 from eagle_jax.data.prompts import Prompt, read_prompts
+from eagle_jax.errors import InputError
 from eagle_jax.generation import Generator
-from eagle_jax.report import print_generate, write_json
+from eagle_jax.report import print_generate, print_warnings, stdout, write_json
 from eagle_jax.results import GenerateResult
 
 
@@ -49,8 +50,7 @@ def generate(options: GenerateOptions, *, json_file: Path | None, quiet: bool) -
     progress = Console(stderr=True, quiet=quiet)
     prompts = _prompts(options)
     target, drafter = _load(options, progress)
-    encoded = [encode_chat(target.tokenizer, [prompt.turns[0]]) for prompt in prompts]
-
+    encoded = [_encode(prompt, target, options) for prompt in prompts]
     placement, draft_placement = _placements(options)
 
     def generator(model: Any) -> Generator:
@@ -75,7 +75,7 @@ def generate(options: GenerateOptions, *, json_file: Path | None, quiet: bool) -
 
     report = to_json(prompts, encoded, target.tokenizer, main, result, baseline)
     if not quiet:
-        print_generate(Console(), report["summary"], plain.compile_seconds if plain is not None else None)
+        print_generate(stdout(), report["summary"], plain.compile_seconds if plain is not None else None)
     write_json(json_file, report)
 
 
@@ -84,6 +84,17 @@ def _prompts(options: GenerateOptions) -> list[Prompt]:
         return [Prompt("prompt", None, (options.prompt,))]
     assert options.prompts is not None
     return read_prompts(options.prompts, options.limit)
+
+
+def _encode(prompt: Prompt, target: Target, options: GenerateOptions) -> list[int]:
+    name = "--prompt" if options.prompts is None else f"{options.prompts}: prompt {prompt.id!r}"
+    try:
+        tokens = encode_chat(target.tokenizer, [prompt.turns[0]])
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error
+    if len(tokens) >= target.config.max_position:
+        raise InputError(f"{name}: has {len(tokens)} tokens; the target's context holds {target.config.max_position}")
+    return tokens
 
 
 def _placements(options: GenerateOptions) -> tuple[sharding.Placement | None, sharding.Placement | None]:
@@ -107,14 +118,13 @@ def _load(options: GenerateOptions, progress: Console) -> tuple[Target, Drafter 
             placement=draft_placement,
             norm_output_meaning=options.norm_output_meaning,
         )
-    for warning in drafter.warnings:
-        progress.print(f"[yellow]warning:[/yellow] {warning}", highlight=False)
+    warnings = list(drafter.warnings)
     if drafter.config.max_position < target.config.max_position:
-        progress.print(
-            f"[yellow]note:[/yellow] the drafter was trained for {drafter.config.max_position} positions, the target "
-            f"for {target.config.max_position}: beyond, fewer of its guesses may be accepted",
-            highlight=False,
+        warnings.append(
+            f"the drafter was trained for {drafter.config.max_position} positions, the target for "
+            f"{target.config.max_position}: beyond, fewer of its guesses may be accepted"
         )
+    print_warnings(progress, warnings)
     return target, drafter
 
 
@@ -137,13 +147,14 @@ def _decode(
     generator: Generator, encoded: list[list[int]], options: GenerateOptions, console: Console, what: str
 ) -> GenerateResult:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
+    # Where nothing can be redrawn, a bar that vanishes leaves blank lines.
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=len(encoded))
         return generator.generate(
             encoded,
             max_new_tokens=options.max_new_tokens,
             eos_token_ids=_end_tokens(options),
-            batch_size=options.batch_size,
+            batch_size=min(options.batch_size, len(encoded)),
             progress=lambda answered: bar.advance(task, answered),
         )
 

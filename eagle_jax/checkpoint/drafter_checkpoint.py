@@ -170,7 +170,7 @@ def open_drafter(
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: no such folder")
+        raise CheckpointError(f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}")
     values = read_json(folder / "config.json")
     if not isinstance(values, dict):
         raise CheckpointError(f"{folder / 'config.json'}: expected a JSON object, found {type(values).__name__}")
