@@ -193,7 +193,7 @@ class Generator:
         """Pads a batch to its bucket. Rows beyond the prompts may emit nothing, so they end at once."""
         longest = bucket(max(len(prompt) for prompt in prompts))
         chunk = min(self.prefill_chunk, longest)
-        shape = _Shape(rows, -(-longest // chunk) * chunk, bucket(max_new_tokens))
+        shape = _Shape(rows, -(-longest // chunk) * chunk, bucket(min(max_new_tokens, self.config.max_position)))
         tokens = np.zeros((rows, shape.prompt + 1), np.int32)
         lengths, room = np.ones((rows,), np.int32), np.zeros((rows,), np.int32)
         for i, prompt in enumerate(prompts):
