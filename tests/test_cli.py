@@ -44,18 +44,20 @@ BASELINE = {"tokens_per_second": float, "identical_outputs": int, "total_outputs
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_programs(tmp_path_factory):
-    """Programs compiled here are kept for this file only: the setting is the process's."""
-    before = {name: getattr(jax.config, name) for name in _CACHE}
+    """Compiled quickly, and kept for this file only: these settings are the process's."""
+    before = {name: getattr(jax.config, name) for name in _SETTINGS}
+    jax.config.update("jax_disable_most_optimizations", True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EAGLE_JAX_CACHE", str(tmp_path_factory.mktemp("cache")))
         compilation_cache.reset_cache()
         yield
+    jax.config.update("jax_disable_most_optimizations", False)
     for name, value in before.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()
 
 
-_CACHE = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+_SETTINGS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
 
 
 @pytest.fixture(scope="module")

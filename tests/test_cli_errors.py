@@ -235,11 +235,12 @@ def test_bad_input_is_one_line_and_changes_nothing(folder, capsys, name):
     assert contents(folder) == before
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")
 @pytest.mark.parametrize("command", [GENERATE, CONVERT, "inspect drafter", "diff drafter drafter"])
 @pytest.mark.parametrize("closed", ["drafter", "drafter/config.json", "drafter/model.safetensors"])
 def test_files_that_may_not_be_read(folder, capsys, command, closed):
     (folder / closed).chmod(0)
+    if os.access(folder / closed, os.R_OK):
+        pytest.skip("the administrator may read everything")
     code = main(command.split(" "))
     (folder / closed).chmod(0o755)
     assert_one_line(code, capsys, 2, closed)
