@@ -115,9 +115,8 @@ def tiny_loss(weights_of: str, mask: list[int], **changes) -> float:
     golden["mask"] = np.asarray(mask, bool)
     golden["documents"] = np.zeros_like(golden["documents"])
     batch, features, rows = shifted(golden)
-    total, (divisor, counts) = total_loss(
-        build_drafter(open_drafter(GOLDEN / "eagle3")), rows, batch, features, settings
-    )
+    drafter = build_drafter(open_drafter(GOLDEN / "eagle3"))
+    total, (divisor, counts) = nnx.jit(lambda m: total_loss(m, rows, batch, features, settings))(drafter)
     return float(total / divisor), metrics(counts)
 
 
@@ -143,7 +142,7 @@ def test_positions_outside_the_draft_vocabulary():
     features = dataclasses.replace(features, best=jnp.where(outside[None], -1, features.best))
     settings = dataclasses.replace(SPECULATORS, reduction="supervised", only_draft_vocab=True)
     drafter = build_drafter(open_drafter(GOLDEN / "eagle3"))
-    _, (divisor, counts) = total_loss(drafter, rows, batch, features, settings)
+    _, (divisor, counts) = nnx.jit(lambda m: total_loss(m, rows, batch, features, settings))(drafter)
     eligible = supervised(batch, 4, "teacher")
     assert counts.eligible.tolist() == eligible.sum(axis=(0, 2)).tolist()
     assert counts.weighted.tolist() == (eligible & ~outside[None, None]).sum(axis=(0, 2)).tolist()

@@ -137,7 +137,7 @@ def test_the_size_of_what_is_fed_on_is_watched(norm_output):
     target = tiny.target()
     drafter = tiny.drafter(target, norm_output=norm_output)
     aux = jnp.asarray(rng.standard_normal((1, T, 3, target.config.block.hidden_size)), jnp.float32)
-    _, sizes = unroll(drafter, aux, packed_batch(rng), 4)
+    _, sizes = jax.jit(lambda aux, batch: unroll(drafter, aux, batch, 4))(aux, packed_batch(rng))
     assert np.allclose(sizes, 1, atol=1e-3) == norm_output
 
 
@@ -157,7 +157,11 @@ def test_step_by_step_settings_do_not_change_the_earlier_steps():
     drafter = tiny.drafter(target)
     aux = jnp.asarray(rng.standard_normal((1, T, 3, target.config.block.hidden_size)), jnp.float32)
     batch = packed_batch(rng)
-    long, _ = unroll(drafter, aux, batch, 8)
-    for steps in (1, 4, 5):
-        short, _ = unroll(drafter, aux, batch, steps)
+
+    def outputs(steps: int) -> jax.Array:
+        return jax.jit(lambda aux, batch: unroll(drafter, aux, batch, steps)[0])(aux, batch)
+
+    long = outputs(8)
+    for steps in (1, 5):
+        short = outputs(steps)
         np.testing.assert_allclose(short, long[:, :steps], atol=1e-5)
