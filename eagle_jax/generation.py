@@ -25,7 +25,7 @@ from eagle_jax.layers import cache as kv_cache
 from eagle_jax.prefill import Prompts
 from eagle_jax.records import KVCache
 from eagle_jax.results import GenerateResult, RowResult
-from eagle_jax.sharding import DATA, Placement
+from eagle_jax.sharding import ROWS, Placement, row_shards
 from eagle_jax.verifier.commit import Limits
 
 MAX_EOS_TOKENS = 8
@@ -175,7 +175,7 @@ class Generator:
         """Shardings of a state, so that what a call returns is laid out as the next call takes it."""
         if self._placement is None:
             return None
-        rows = NamedSharding(self._placement.mesh, PartitionSpec(DATA))
+        rows = NamedSharding(self._placement.mesh, ROWS)
         shardings = jax.tree.map(lambda _: rows, state)
         cache = self._placement.cache(shape.rows, self.config.block.num_kv_heads)
         shardings = dataclasses.replace(shardings, cache=jax.tree.map(lambda _: cache, state.cache))
@@ -202,7 +202,7 @@ class Generator:
             room[i] = min(max_new_tokens, self.config.max_position - len(prompt))
         ends = np.full((MAX_EOS_TOKENS,), -1, np.int32)
         ends[: len(eos)] = eos
-        tokens, lengths, room = self._place((tokens, lengths, room), PartitionSpec(DATA))
+        tokens, lengths, room = self._place((tokens, lengths, room), ROWS)
         return shape, Prompts(tokens, lengths), Limits(room, self._place(ends, PartitionSpec()))
 
     def _check(
@@ -228,7 +228,7 @@ class Generator:
             raise InputError(f"an end token of {list(eos)} lies outside [0, {vocab})")
         rows = batch_size or max(len(prompts), 1)
         if self._placement is not None:
-            split = self._placement.mesh.shape[DATA]
+            split = row_shards(self._placement.mesh)
             rows = -(-rows // split) * split
         return eos, rows
 

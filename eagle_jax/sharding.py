@@ -1,12 +1,16 @@
-"""Where arrays live on a `data x tensor` mesh: one table from logical axes to mesh axes, one from parameters to axes.
+"""Where arrays live on a `data x fsdp x tensor` mesh: one table from logical axes to mesh axes, one from parameters to
+axes.
 
-Parameters, caches and inputs are placed by these tables; the mesh has automatic axes, so the compiler derives the rest.
+Rows are split over `data` and `fsdp`; heads, MLP width and vocabulary over `tensor`; the other side of each matrix over
+`fsdp`, so that parameters and optimiser shrink with it (they are gathered as they are used). Parameters, caches and
+inputs are placed by these tables; the mesh has automatic axes, so the compiler derives the rest.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import math
 
 import jax
 import numpy as np
@@ -16,11 +20,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from eagle_jax.config import BlockConfig
 from eagle_jax.errors import ConfigError
 
-DATA, TENSOR = "data", "tensor"
+DATA, FSDP, TENSOR = "data", "fsdp", "tensor"
+ROWS = PartitionSpec((DATA, FSDP))
 
 # Logical axis -> mesh axis. An axis whose size the mesh axis does not divide is replicated.
-RULES: dict[str, str] = {
-    "batch": DATA,
+RULES: dict[str, str | tuple[str, ...]] = {
+    "batch": (DATA, FSDP),
+    "width": FSDP,
     "heads": TENSOR,
     "kv_heads": TENSOR,
     "mlp": TENSOR,
@@ -29,20 +35,21 @@ RULES: dict[str, str] = {
 
 # Canonical parameter path -> logical axes, counted from the last axis (stacked layer axes stay unsharded).
 PARAMETERS: dict[str, tuple[str | None, ...]] = {
-    "*.q_proj.kernel": (None, "heads"),
-    "*.k_proj.kernel": (None, "kv_heads"),
-    "*.v_proj.kernel": (None, "kv_heads"),
+    "*.q_proj.kernel": ("width", "heads"),
+    "*.k_proj.kernel": ("width", "kv_heads"),
+    "*.v_proj.kernel": ("width", "kv_heads"),
     "*.q_proj.bias": ("heads",),
     "*.k_proj.bias": ("kv_heads",),
     "*.v_proj.bias": ("kv_heads",),
-    "*.o_proj.kernel": ("heads", None),
-    "*.gate_proj.kernel": (None, "mlp"),
-    "*.up_proj.kernel": (None, "mlp"),
+    "*.o_proj.kernel": ("heads", "width"),
+    "*.gate_proj.kernel": ("width", "mlp"),
+    "*.up_proj.kernel": ("width", "mlp"),
     "*.gate_proj.bias": ("mlp",),
     "*.up_proj.bias": ("mlp",),
-    "*.down_proj.kernel": ("mlp", None),
-    "lm_head.weight": ("vocab", None),
-    "embed.weight": ("vocab", None),
+    "*.down_proj.kernel": ("mlp", "width"),
+    "fc.kernel": ("width", None),
+    "lm_head.weight": ("vocab", "width"),
+    "embed.weight": ("vocab", "width"),
 }
 
 
@@ -51,9 +58,9 @@ class Placement:
     """A mesh, and how one model is laid out on it.
 
     Attributes:
-      mesh: axes `data` and `tensor`.
+      mesh: axes `data`, `fsdp` and `tensor`.
       replicated: keep every parameter and cache of this model whole on each device (a small drafter beside a sharded
-        target) instead of splitting it over `tensor`.
+        target) instead of splitting it over `fsdp` and `tensor`.
     """
 
     mesh: Mesh
@@ -77,19 +84,27 @@ class Placement:
         return NamedSharding(self.mesh, PartitionSpec(None, mesh_axis(self.mesh, "batch", batch), heads, None, None))
 
 
-def make_mesh(data: int = 1, tensor: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
-    """A `data x tensor` mesh over the first data * tensor devices.
+def make_mesh(data: int = 1, tensor: int = 1, fsdp: int = 1, devices: list[jax.Device] | None = None) -> Mesh:
+    """A `data x fsdp x tensor` mesh over the first data * fsdp * tensor devices; neighbours share a `tensor` group.
 
     Raises:
       ConfigError: fewer devices than the mesh needs, or a size below 1.
     """
     devices = jax.devices() if devices is None else devices
-    if data < 1 or tensor < 1:
-        raise ConfigError(f"mesh sizes must be at least 1, found data={data}, tensor={tensor}")
-    if data * tensor > len(devices):
-        raise ConfigError(f"a {data} x {tensor} mesh needs {data * tensor} devices, {len(devices)} are there")
-    grid = np.array(devices[: data * tensor]).reshape(data, tensor)
-    return Mesh(grid, (DATA, TENSOR), axis_types=(AxisType.Auto, AxisType.Auto))
+    sizes = {DATA: data, FSDP: fsdp, TENSOR: tensor}
+    if min(sizes.values()) < 1:
+        raise ConfigError(f"mesh sizes must be at least 1, found {', '.join(f'{k}={v}' for k, v in sizes.items())}")
+    needed = data * fsdp * tensor
+    if needed > len(devices):
+        shape = f"{data} x {tensor}" if fsdp == 1 else f"{data} x {fsdp} x {tensor}"
+        raise ConfigError(f"a {shape} mesh needs {needed} devices, {len(devices)} are there")
+    grid = np.array(devices[:needed]).reshape(data, fsdp, tensor)
+    return Mesh(grid, tuple(sizes), axis_types=(AxisType.Auto,) * 3)
+
+
+def row_shards(mesh: Mesh) -> int:
+    """Into how many parts the rows of a batch are split."""
+    return mesh.shape[DATA] * mesh.shape[FSDP]
 
 
 def check_divides(block: BlockConfig, placement: Placement, what: str) -> None:
@@ -100,10 +115,13 @@ def check_divides(block: BlockConfig, placement: Placement, what: str) -> None:
             raise ConfigError(f"tensor={size} does not divide the {what}'s {name} ({value})")
 
 
-def mesh_axis(mesh, axis: str | None, units: int) -> str | None:
+def mesh_axis(mesh: Mesh, axis: str | None, units: int) -> str | tuple[str, ...] | None:
     """The mesh axis of a logical axis of `units` indivisible units, or None when it must be replicated."""
     name = RULES.get(axis) if axis is not None else None
-    return name if name is not None and units % mesh.shape[name] == 0 else None
+    if name is None:
+        return None
+    size = math.prod(mesh.shape[part] for part in ((name,) if isinstance(name, str) else name))
+    return name if units % size == 0 else None
 
 
 def place(model: nnx.Module, placement: Placement) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
 
 from eagle_jax.records import record
 from eagle_jax.trainer.batch import Alignment, Batch, Features, supervised
@@ -16,7 +17,7 @@ from pallas_kernels.soft_cross_entropy import soft_cross_entropy
 Reduction = Literal["supervised", "positions", "sequences"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class LossSettings:
     """What is minimised.
 
@@ -33,14 +34,14 @@ class LossSettings:
       block: positions per block of the loss.
     """
 
-    steps: int
-    kind: str
-    step_decay: float
-    reduction: Reduction
-    alignment: Alignment
-    only_draft_vocab: bool
-    remat: bool
-    block: int
+    steps: int = Field(default=7, ge=1)
+    kind: Literal["kl", "ce", "lk-alpha", "lk-lambda"] = "kl"
+    step_decay: float = Field(default=0.8, gt=0, le=1)
+    reduction: Reduction = "supervised"
+    alignment: Alignment = "predicted"
+    only_draft_vocab: bool = True
+    remat: bool = True
+    block: int = Field(default=128, ge=1)
 
 
 @record

@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Literal
 
 import jax
 import optax
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
 class OptimizerSettings:
     """What updates the parameters.
 
     Attributes:
+      total_steps: steps of the run and of the schedule, which the step count drives: a resumed run continues it.
       kind: "adamw" for every parameter, or "muon" for the blocks' and fc's matrices and AdamW for the rest.
       learning_rate: the schedule's peak; muon_learning_rate: that of the matrices under Muon.
       schedule: after the warm-up "cosine" or "linear" fall to `final_share` of the peak at `total_steps`; "constant"
         stays.
       warmup_steps: linear from 0.
-      total_steps: length of the schedule; it is driven by the step count, so a resumed run continues it.
       b1, b2: of Adam; weight_decay: of matrices only.
       clip: largest global norm of a gradient.
     """
 
-    kind: Literal["adamw", "muon"]
-    learning_rate: float
-    muon_learning_rate: float
-    schedule: Literal["cosine", "linear", "constant"]
-    final_share: float
-    warmup_steps: int
-    total_steps: int
-    b1: float
-    b2: float
-    weight_decay: float
-    clip: float
+    total_steps: int = Field(ge=1)
+    kind: Literal["adamw", "muon"] = "adamw"
+    learning_rate: float = Field(default=1e-4, gt=0)
+    muon_learning_rate: float = Field(default=1e-3, gt=0)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    final_share: float = Field(default=0.1, ge=0, le=1)
+    warmup_steps: int = Field(default=0, ge=0)
+    b1: float = Field(default=0.9, ge=0, lt=1)
+    b2: float = Field(default=0.95, ge=0, lt=1)
+    weight_decay: float = Field(default=0.0, ge=0)
+    clip: float = Field(default=0.5, gt=0)
 
 
 def learning_rate(settings: OptimizerSettings, peak: float) -> optax.Schedule:

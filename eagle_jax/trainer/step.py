@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from eagle_jax.checkpoint.layouts.base import DRAFT_TO_TARGET
 from eagle_jax.checkpoint.place import with_parameters
@@ -21,6 +22,7 @@ from eagle_jax.config import DrafterConfig
 from eagle_jax.drafter.eagle3 import Eagle3Drafter
 from eagle_jax.layers.linear import VocabTable
 from eagle_jax.records import record
+from eagle_jax.sharding import Placement
 from eagle_jax.trainer.batch import Batch, Features
 from eagle_jax.trainer.capture import capture, draft_ids
 from eagle_jax.trainer.losses import Counts, LossSettings, total_loss
@@ -142,3 +144,39 @@ class TrainStep:
         if frozen.embed is not None:
             drafter.embed = nnx.data(VocabTable.holding(frozen.embed))
         return drafter
+
+
+def state_placement(state: TrainState, placement: Placement, head_dim: int) -> TrainState:
+    """Shardings of a state: parameters by the table, moments as their parameters, the rest on every device."""
+    everywhere = NamedSharding(placement.mesh, PartitionSpec())
+
+    def sharding(path: tuple, leaf: jax.Array) -> NamedSharding:
+        names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)]
+        parameter = state.parameters.get(names[-1]) if names else None
+        if parameter is None or parameter.shape != leaf.shape:
+            return everywhere
+        return placement.parameter(names[-1], leaf.shape, head_dim)
+
+    return jax.tree_util.tree_map_with_path(sharding, state)
+
+
+def frozen_placement(frozen: Frozen, placement: Placement, head_dim: int, target_head_dim: int) -> Frozen:
+    """Shardings of what is frozen, the target's parameters by the same table."""
+
+    def by_path(path: str, array: jax.Array) -> NamedSharding:
+        return placement.parameter(path, array.shape, head_dim)
+
+    target = frozen.target
+    if target is not None:
+        flat = [
+            (path, leaf.replace(placement.parameter(".".join(map(str, path)), leaf.shape, target_head_dim)))
+            for path, leaf in nnx.to_flat_state(target)
+        ]
+        target = nnx.from_flat_state(flat)
+    shardings: dict[str, Any] = {
+        "parameters": {path: by_path(path, array) for path, array in frozen.parameters.items()},
+        "embed": None if frozen.embed is None else by_path("embed.weight", frozen.embed),
+        "rows": by_path("lm_head.weight", frozen.rows),
+        "target": target,
+    }
+    return Frozen(**shardings)
