@@ -22,6 +22,10 @@ _RESERVED = {"messages", "conversations", "tools", "documents", "chat_template",
 _RESERVED |= {"continue_final_message", "return_assistant_tokens_mask"}
 
 
+class MaskError(InputError):
+    """A chat is rendered, but its answers cannot be told from the rest: the template, not the chat, needs a change."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenizedChat:
     """tokens: [n] int32 ids; mask: [n] bool, whether token i belongs to an answer (its end token included)."""
@@ -66,7 +70,8 @@ def encode_training_chat(
       end_token_ids: ids that end an answer beside the tokenizer's end token (a target's).
 
     Raises:
-      InputError: no template, a template that fails or whose answers cannot be located, nothing or everything marked.
+      InputError: no template, or one that refuses this conversation.
+      MaskError: the answers cannot be located, or nothing or everything is marked.
     """
     answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not answers:
@@ -76,7 +81,7 @@ def encode_training_chat(
     text, spans = template.answers_by_markers(kept) if template.has_markers else template.answers(kept)
     if last_turn_only:
         if len(spans) != len(answers):
-            raise InputError(
+            raise MaskError(
                 f"the chat template marks {len(spans)} stretches for {len(answers)} answers: cannot tell the last one"
             )
         spans = spans[-1:]
@@ -89,7 +94,7 @@ def encode_training_chat(
         first, last = np.searchsorted(offsets[:, 0], (span.start, span.stop))
         mask[first : _close(text, offsets, ends, special, span, int(first), int(last))] = True
     if not mask.any() or mask.all():
-        raise InputError(
+        raise MaskError(
             f"the chat template leads to a mask of {'all' if mask.any() else 'none'} of {mask.size} tokens: "
             "answers cannot be told from the rest"
         )
@@ -102,7 +107,7 @@ def _close(text: str, offsets: np.ndarray, ends: np.ndarray, special: np.ndarray
     if found.size:
         return i + int(found[0]) + 1
     if span.kind == "bounded":
-        raise InputError(
+        raise MaskError(
             "the chat template changes earlier answers when more turns follow, and closes them by no end token: "
             "cannot tell where they end"
         )
@@ -166,13 +171,13 @@ class Template:
         for i in reversed([i for i, message in enumerate(messages) if message["role"] == "assistant"]):
             prompt = self.render(messages[:i], prompt=True)
             if not text.startswith(prompt):
-                raise InputError(
+                raise MaskError(
                     f"the chat template renders the prompt of message {i} otherwise when its answer follows "
                     f"({_difference(prompt, text)}): its tokens would not be those of generation; train on each answer "
                     "as a chat of its own, or choose other template options"
                 )
             if prompt == self.render(messages[:i]) and not _starts_with(text[len(prompt) :], messages[i]["content"]):
-                raise InputError(
+                raise MaskError(
                     f"the chat template ignores add_generation_prompt, and message {i} does not start where its prompt "
                     "ends: cannot tell the answer from its header"
                 )
