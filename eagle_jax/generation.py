@@ -105,6 +105,16 @@ class Generator:
         self._graph, self._parameters = nnx.split((target, drafter))
         self._programs: dict[tuple[str, _Shape], Any] = {}
 
+    def update_drafter(self, drafter) -> None:
+        """Decodes with other weights of the same drafter from now on; compiled programs stay.
+
+        Args:
+          drafter: bound, with the same configuration, dtype and placement.
+        """
+        target, _ = nnx.merge(self._graph, self._parameters)
+        drafter.bind(target.embed, target.head)
+        self._parameters = nnx.split((target, drafter))[1]
+
     # What runs on the device. `models` are rebuilt inside the trace, so weights are arguments and never constants.
 
     def _caches(self, shape: _Shape) -> tuple[KVCache, KVCache | None]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from eagle_jax.config import BlockConfig, DrafterConfig, TargetConfig, check_capture_layers, default_capture_layers
 from eagle_jax.errors import ConfigError, InputError
@@ -44,6 +44,11 @@ class DrafterSection(Section):
     norm_before_residual: bool = False
     head_init: Literal["target", "fresh"] = "target"
     train_head: bool = True
+
+    @field_validator("version", mode="before")
+    @classmethod
+    def _as_text(cls, value: Any) -> Any:
+        return str(value) if isinstance(value, (int, float)) else value  # YAML reads 3.1 as a number
 
     def build(self, target: TargetConfig, draft_vocab_size: int) -> DrafterConfig:
         """The drafter's configuration beside a target.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -107,7 +107,7 @@ def _counts(loss: jax.Array, hit: jax.Array, weighted: jax.Array, eligible: jax.
     return Counts(total(loss), total(weighted), total(eligible), total(hit), total(prefix), feedback * rows, rows)
 
 
-def metrics(counts: Counts) -> dict[str, list[float] | float]:
+def metrics(counts: Counts) -> dict[str, Any]:
     """Host-side figures of summed counts: loss, acceptance and feedback size by TTT step, simulated acceptance length.
 
     `acceptance[k]` is conditional on nothing (each step is fed the data); `simulated_acceptance_length` multiplies hits
