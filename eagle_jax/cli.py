@@ -244,6 +244,29 @@ def diff(
     raise typer.Exit(0 if report.equal else 1)
 
 
+@app.command()
+@_reports_errors
+def train(
+    recipe: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The recipe.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Keys to change, such as loss.steps=5.")
+    ] = None,
+    json_file: Json = None,
+    quiet: Quiet = False,
+) -> None:
+    """Train a drafter. Started again, it goes on from its last checkpoint; SIGTERM and Ctrl-C save first."""
+    from eagle_jax.report import print_train, write_json
+    from eagle_jax.trainer.config import read_config
+    from eagle_jax.trainer.run import train as run
+
+    config = read_config(recipe, overrides or ())
+    outcome = run(config, Console(stderr=True, quiet=quiet))
+    if not quiet:
+        print_train(Console(), config, outcome)
+    report = {"step": outcome.step, "finished": outcome.finished, "figures": outcome.figures}
+    write_json(json_file, report | {"run": str(config.run), "exported": [str(path) for path in outcome.exported]})
+
+
 def _status(quiet: bool, text: str):
     return Console(stderr=True, quiet=quiet).status(text)
 
