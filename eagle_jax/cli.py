@@ -255,14 +255,14 @@ def train(
     quiet: Quiet = False,
 ) -> None:
     """Train a drafter. Started again, it goes on from its last checkpoint; SIGTERM and Ctrl-C save first."""
-    from eagle_jax.report import print_train, write_json
+    from eagle_jax.report import print_train, stdout, write_json
     from eagle_jax.trainer.config import read_config
     from eagle_jax.trainer.run import train as run
 
     config = read_config(recipe, overrides or ())
     outcome = run(config, Console(stderr=True, quiet=quiet))
     if not quiet:
-        print_train(Console(), config, outcome)
+        print_train(stdout(), config, outcome)
     report = {"step": outcome.step, "finished": outcome.finished, "figures": outcome.figures}
     write_json(json_file, report | {"run": str(config.run), "exported": [str(path) for path in outcome.exported]})
 

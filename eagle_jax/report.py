@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -13,6 +13,10 @@ from rich.table import Table
 
 from eagle_jax.checkpoint.convert import ConvertReport, DiffReport, InspectReport
 from eagle_jax.errors import InputError
+
+if TYPE_CHECKING:  # training's libraries are an extra
+    from eagle_jax.trainer.config import TrainConfig
+    from eagle_jax.trainer.trainer import Outcome
 
 
 def write_json(path: Path | None, value: Any) -> None:
@@ -152,3 +156,24 @@ def print_diff(console: Console, report: DiffReport) -> None:
 def print_warnings(console: Console, warnings: list[str]) -> None:
     for warning in warnings:
         console.print(f"[yellow]warning:[/yellow] {escape(warning)}", highlight=False, soft_wrap=True)
+
+
+def print_train(console: Console, config: TrainConfig, outcome: Outcome) -> None:
+    total = config.optimizer.total_steps
+    state = "finished" if outcome.finished else f"saved at step {outcome.step} of {total}; start it again to go on"
+    console.print(f"{escape(str(config.run))}: {state}", highlight=False, soft_wrap=True)
+    figures = outcome.figures
+    if figures:
+        table = Table(box=None, pad_edge=False)
+        for title in ("held out, step", "loss", "acceptance", "prefix"):
+            table.add_column(title, justify="right")
+        for k, (loss, hit, prefix) in enumerate(
+            zip(figures["loss"], figures["acceptance"], figures["prefix_acceptance"], strict=True)
+        ):
+            table.add_row(str(k), f"{loss:.3f}", f"{hit:.1%}", f"{prefix:.1%}")
+        console.print(table)
+        console.print(f"simulated acceptance length {figures['simulated_acceptance_length']:.2f}", highlight=False)
+    if "decoded_acceptance_length" in figures:
+        console.print(f"in the decode loop {figures['decoded_acceptance_length']:.2f}", highlight=False)
+    for folder in outcome.exported:
+        console.print(f"exported {escape(str(folder))}", highlight=False, soft_wrap=True)
