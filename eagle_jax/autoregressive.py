@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -9,6 +11,9 @@ from eagle_jax.layers import cache as kv_cache
 from eagle_jax.prefill import Prompts, prefill
 from eagle_jax.records import KVCache, record
 from eagle_jax.verifier.commit import Emitted, Limits, emit
+
+# (logits [B, V], positions [B] of the tokens to come) -> tokens [B] int32.
+Choose = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 @record
@@ -30,20 +35,25 @@ def start(target, prompts: Prompts, limits: Limits, cache: KVCache, *, output: j
     return PlainState(emitted, first, prompts.lengths, cache)
 
 
-def decode_step(target, state: PlainState, limits: Limits) -> PlainState:
+def greedy(logits: jax.Array, positions: jax.Array) -> jax.Array:
+    """[B] most likely tokens."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def decode_step(target, state: PlainState, limits: Limits, choose: Choose = greedy) -> PlainState:
     """One target pass over the newest token of each row."""
     out = target(state.last[:, None], state.length[:, None], state.cache, state.length)
-    tokens = jnp.argmax(out.logits, axis=-1).astype(jnp.int32)  # [B, 1]
-    emitted, kept = emit(state.emitted, tokens, jnp.ones_like(state.length), limits)
+    tokens = choose(out.logits[:, 0], state.length + 1)
+    emitted, kept = emit(state.emitted, tokens[:, None], jnp.ones_like(state.length), limits)
     return PlainState(
         emitted=emitted,
-        last=jnp.where(kept > 0, tokens[:, 0], state.last),
+        last=jnp.where(kept > 0, tokens, state.last),
         length=state.length + kept,
         cache=kv_cache.write(state.cache, out.kv, state.length, kept),
     )
 
 
-def run(target, state: PlainState, limits: Limits, max_steps: jax.Array) -> PlainState:
+def run(target, state: PlainState, limits: Limits, max_steps: jax.Array, choose: Choose = greedy) -> PlainState:
     """Steps until every row has ended, or `max_steps` have run."""
 
     def going(carry):
@@ -52,6 +62,6 @@ def run(target, state: PlainState, limits: Limits, max_steps: jax.Array) -> Plai
 
     def body(carry):
         state, done_steps = carry
-        return decode_step(target, state, limits), done_steps + 1
+        return decode_step(target, state, limits, choose), done_steps + 1
 
     return jax.lax.while_loop(going, body, (state, jnp.int32(0)))[0]
