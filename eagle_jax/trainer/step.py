@@ -109,7 +109,7 @@ class TrainStep:
         (gradients, total, divisor, counts), _ = jax.lax.scan(micro, start, (batches, features))
         divisor = jnp.maximum(divisor, 1e-9)
         gradients = jax.tree.map(lambda g: g / divisor, gradients)
-        loss, norm = total / divisor, optax.global_norm(gradients)
+        loss, norm = total / divisor, optax.tree.norm(gradients)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
         updates, optimizer = self.optimizer.update(gradients, state.optimizer, state.parameters)

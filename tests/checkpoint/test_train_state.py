@@ -123,7 +123,7 @@ def test_a_save_that_fails_is_an_error_and_never_the_latest(tmp_path):
     run = TrainCheckpoints(tmp_path, ABOUT)
     run.save(1, after(1), None)
     run.wait()
-    with pytest.raises(CheckpointError, match="could not be saved|cannot be saved"):
+    with pytest.raises(CheckpointError, match=r"could not be saved|cannot be saved"):
         run.save(2, after(2), object())
         run.wait()  # it is written in the background
     assert TrainCheckpoints(tmp_path, ABOUT).latest == 1

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tiny
 from jax.sharding import NamedSharding, PartitionSpec
-from test_step import NEW_TOKENS, make, packed, split
+from training import NEW_TOKENS, make, packed, split
 
 from eagle_jax import sharding
 from eagle_jax.generation import Generator
@@ -61,4 +61,5 @@ def test_every_mesh_gives_the_losses_of_one_device(target, batches, on_one_devic
         sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves((s.parameters, s.optimizer)))
         for s in (state, on_one_device[1])
     )
-    assert held < 1.15 * whole / (fsdp * tensor)  # norms and 2 kv heads on 4 shards stay whole
+    assert held < 1.15 * whole / fsdp  # only norms stay whole
+    assert tensor == 1 or held < 0.75 * whole / fsdp  # fc, a third of this small drafter, is not split over `tensor`
