@@ -6,12 +6,9 @@ exit code 2, never a traceback.
 
 from __future__ import annotations
 
-import errno
-import functools
 import io
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,18 +16,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from eagle_jax.errors import EagleJaxError, InputError
+from eagle_jax.cli_options import Dtype, Json, Quiet, fail, mesh_shape, numbers, reports_errors, status
+from eagle_jax.errors import InputError
 
 app = typer.Typer(
     help="EAGLE-3.1 speculative decoding for JAX and TPU.",
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-
-
-class Dtype(StrEnum):
-    float32 = "float32"
-    bfloat16 = "bfloat16"
 
 
 class StoredDtype(StrEnum):
@@ -52,18 +45,6 @@ class NormOutputMeaning(StrEnum):
     specforge = "specforge"
 
 
-def _writable(path: Path | None) -> Path | None:
-    """Refuses a result file before any work is done for it."""
-    if path is not None and (path.is_dir() or not os.access(path.parent, os.W_OK)):
-        problem = "is a folder" if path.is_dir() else f"{path.parent} is no folder that can be written to"
-        raise typer.BadParameter(f"{path}: {problem}")
-    return path
-
-
-Json = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", callback=_writable, help="Write the result as JSON.")
-]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no tables.")]
 SourceLayout = Annotated[
     str | None, typer.Option("--source-layout", help="Read SRC in this layout instead of finding out which it is.")
 ]
@@ -76,34 +57,8 @@ Meaning = Annotated[
 ]
 
 
-def _fail(problem: object) -> None:
-    typer.echo(f"eagle-jax: {' '.join(str(problem).splitlines())}", err=True)
-
-
-def _reports_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """A user's mistake ends the process with one line and exit code 2; Ctrl-C with 130."""
-
-    @functools.wraps(command)
-    def wrapped(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except EagleJaxError as error:
-            _fail(error)
-            raise typer.Exit(2) from error
-        except OSError as error:
-            if error.errno == errno.EPIPE:  # whoever read our output has seen enough
-                raise
-            _fail(f"{error.filename}: {error.strerror}" if error.filename is not None else error)
-            raise typer.Exit(2) from error
-        except KeyboardInterrupt as error:
-            _fail("interrupted")
-            raise typer.Exit(130) from error
-
-    return wrapped
-
-
 @app.command()
-@_reports_errors
+@reports_errors
 def generate(
     target: Annotated[str, typer.Option(help="Folder, .gguf file, hub id, or smollm2-135m.")],
     drafter: Annotated[str, typer.Option(help="Folder or hub id of an EAGLE-3 or 3.1 drafter; none decodes plainly.")],
@@ -152,7 +107,7 @@ def generate(
             ignore_eos=ignore_eos,
             limit=limit,
             prefill_chunk=prefill_chunk,
-            mesh=_mesh_shape(mesh),
+            mesh=mesh_shape(mesh),
             replicate_drafter=replicate_drafter,
             norm_output_meaning=norm_output_meaning.value,
         ),
@@ -162,7 +117,7 @@ def generate(
 
 
 @app.command()
-@_reports_errors
+@reports_errors
 def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Folder or hub id of a drafter, in any layout.")],
     destination: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
@@ -179,12 +134,12 @@ def convert(
     quiet: Quiet = False,
 ) -> None:
     """Convert a drafter into another layout. What is written is read back and compared before it appears."""
-    ids = None if capture_layers is None else tuple(_numbers(capture_layers, ",", "--capture-layers", "2,15,27"))
+    ids = None if capture_layers is None else tuple(numbers(capture_layers, ",", "--capture-layers", "2,15,27"))
     from eagle_jax.checkpoint.convert import convert as run
     from eagle_jax.checkpoint.hub import resolve
     from eagle_jax.report import print_convert, stdout, write_json
 
-    with _status(quiet, f"Converting {source}"):
+    with status(quiet, f"Converting {source}"):
         report = run(
             resolve(source),
             destination,
@@ -202,7 +157,7 @@ def convert(
 
 
 @app.command()
-@_reports_errors
+@reports_errors
 def inspect(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Folder or hub id of a drafter.")],
     source_layout: SourceLayout = None,
@@ -215,7 +170,7 @@ def inspect(
     from eagle_jax.checkpoint.hub import resolve
     from eagle_jax.report import print_inspect, stdout, write_json
 
-    with _status(quiet, f"Reading {source}"):
+    with status(quiet, f"Reading {source}"):
         report = run(resolve(source), layout=source_layout, norm_output_meaning=norm_output_meaning.value)
     if not quiet:
         print_inspect(stdout(), report)
@@ -223,7 +178,7 @@ def inspect(
 
 
 @app.command()
-@_reports_errors
+@reports_errors
 def diff(
     a: Annotated[str, typer.Argument(metavar="A", help="Folder or hub id of a drafter.")],
     b: Annotated[str, typer.Argument(metavar="B", help="Folder or hub id of another.")],
@@ -236,7 +191,7 @@ def diff(
     from eagle_jax.checkpoint.hub import resolve
     from eagle_jax.report import print_diff, stdout, write_json
 
-    with _status(quiet, f"Comparing {a} and {b}"):
+    with status(quiet, f"Comparing {a} and {b}"):
         report = run(resolve(a), resolve(b), norm_output_meaning=norm_output_meaning.value)
     if not quiet:
         print_diff(stdout(), report)
@@ -245,7 +200,7 @@ def diff(
 
 
 @app.command()
-@_reports_errors
+@reports_errors
 def train(
     recipe: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="The recipe.")],
     overrides: Annotated[
@@ -267,26 +222,6 @@ def train(
     write_json(json_file, report | {"run": str(config.run), "exported": [str(path) for path in outcome.exported]})
 
 
-def _status(quiet: bool, text: str):
-    return Console(stderr=True, quiet=quiet).status(text)
-
-
-def _numbers(text: str, separator: str, option: str, example: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(separator)]
-    except ValueError as error:
-        raise InputError(f"{option}: expected numbers like {example}, found {text!r}") from error
-
-
-def _mesh_shape(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    sizes = _numbers(text, "x", "--mesh", "1x4")
-    if len(sizes) != 2:
-        raise InputError(f"--mesh: expected DATAxTENSOR like 1x4, found {text!r}")
-    return sizes[0], sizes[1]
-
-
 # typer exports one kind of usage error; its base class is all of them.
 _UsageError: Any = typer.BadParameter.__bases__[0]
 
@@ -301,5 +236,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return app(arguments or ["--help"], prog_name="eagle-jax", standalone_mode=False) or 0
     except _UsageError as error:
         command = error.ctx.command_path if error.ctx is not None else "eagle-jax"
-        _fail(f"{error.format_message().rstrip('.')} (see {command} --help)")
+        fail(f"{error.format_message().rstrip('.')} (see {command} --help)")
         return 2

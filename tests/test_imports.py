@@ -28,8 +28,8 @@ LAYERS: list[tuple[str, ...]] = [
     ("eagle_jax.generation",),
     ("eagle_jax.checkpoint", "eagle_jax.data"),
     ("eagle_jax.trainer",),
-    ("eagle_jax.report", "eagle_jax.commands"),
-    ("eagle_jax.cli",),
+    ("eagle_jax.report", "eagle_jax.commands", "eagle_jax.data_commands"),
+    ("eagle_jax.cli", "eagle_jax.cli_data", "eagle_jax.cli_options"),
 ]
 PEERS = [
     ("eagle_jax.target", "eagle_jax.drafter"),
