@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from eagle_jax import cli_data
 from eagle_jax.cli_options import Dtype, Json, Quiet, fail, mesh_shape, numbers, reports_errors, status
 from eagle_jax.errors import InputError
 
@@ -24,6 +25,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+app.add_typer(cli_data.app, name="data")
 
 
 class StoredDtype(StrEnum):

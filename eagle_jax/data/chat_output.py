@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from eagle_jax.errors import CheckpointError, InputError
 
@@ -32,18 +32,17 @@ class ChatOutput:
         self.path = Path(path)
         self.settings = dict(settings)
         self._side = self.path.with_name(self.path.name + ".left_out")
+        self._file: BinaryIO | None = None  # opened by the first chat: a run that fails before leaves no empty file
+        if self.path.is_dir() or not os.access(self.path.parent, os.W_OK):
+            problem = "it is a folder" if self.path.is_dir() else f"{self.path.parent} is no folder to write to"
+            raise InputError(f"{self.path}: cannot be written: {problem}")
         try:
             self.lines = _complete_lines(self.path)
             self.left_out = {str(line.get("id")): str(line.get("reason")) for line in _complete_lines(self._side)}
-            self._file = self.path.open("ab")
         except OSError as error:
             raise InputError(f"{error.filename}: cannot be written: {error.strerror or error}") from error
-        try:
-            for number, line in enumerate(self.lines, start=1):
-                self._check(number, line)
-        except InputError:
-            self._file.close()
-            raise
+        for number, line in enumerate(self.lines, start=1):
+            self._check(number, line)
 
     def _check(self, number: int, line: dict[str, Any]) -> None:
         generation = line.get("generation")
@@ -63,6 +62,8 @@ class ChatOutput:
           CheckpointError: the disk refuses.
         """
         try:
+            if self._file is None:
+                self._file = self.path.open("ab")
             for chat in chats:
                 line = {**chat, "generation": {**self.settings, **chat.get("generation", {})}}
                 self._file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
@@ -78,7 +79,8 @@ class ChatOutput:
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def _complete_lines(path: Path) -> list[dict[str, Any]]:

@@ -32,11 +32,14 @@ class PrepareOptions:
       turns: "all" marks all answers; "last" the last one; "each" makes a record of every answer with what precedes it,
         as generation meets it, for templates that render earlier turns otherwise.
       template_options: the chat template's own switches.
+      skip, limit: leave out the first chats, and those after so many (None: none): some of a file for evaluation, say.
     """
 
     max_length: int
     turns: Turns = "all"
     template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    skip: int = 0
+    limit: int | None = None
 
 
 @dataclasses.dataclass
@@ -105,6 +108,8 @@ def prepare(
     """
     if options.max_length < 2:
         raise InputError(f"max_length must be at least 2, found {options.max_length}")
+    if options.skip < 0 or (options.limit is not None and options.limit < 1):
+        raise InputError(f"skip must be at least 0 and limit 1, found {options.skip} and {options.limit}")
     paths = [Path(source) for source in sources]
     metadata = {
         "kind": KIND,
@@ -116,6 +121,8 @@ def prepare(
         "end_token_ids": sorted(int(i) for i in end_token_ids),
         "turns": options.turns,
         "max_length": options.max_length,
+        "skip": options.skip,
+        "limit": options.limit,
         "sources": [file_fingerprint(path) for path in paths],
     }
     report = PrepareReport()
@@ -126,8 +133,11 @@ def prepare(
         for path in paths:
             read = ReadReport(str(path))
             for chat in iterate_chats(path, read, strict=strict):
-                _write(writer, path, chat, tokenizer, options, end_token_ids, strict, report)
+                if options.limit is not None and report.chats == options.skip + options.limit:
+                    break
                 report.chats += 1
+                if report.chats > options.skip:
+                    _write(writer, path, chat, tokenizer, options, end_token_ids, strict, report)
                 if progress is not None:
                     progress(report)
             report.skipped += read.skipped

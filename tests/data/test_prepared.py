@@ -94,6 +94,26 @@ def test_a_chat_that_the_template_refuses_is_counted(tokenizer, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["chats.jsonl", "data"]
 
 
+def test_a_part_of_a_file(tokenizer, tmp_path):
+    source = write(tmp_path / "chats.jsonl")
+    tokens = {}
+    for name, options in (
+        ("all", {}),
+        ("first", {"limit": 1}),
+        ("rest", {"skip": 1}),
+        ("second", {"skip": 1, "limit": 1}),
+    ):
+        prepare([source], tmp_path / name, tokenizer, PrepareOptions(200, **options))
+        data = PreparedData(tmp_path / name)
+        tokens[name] = [data[i]["tokens"].tolist() for i in range(len(data))]
+    assert tokens["first"] + tokens["rest"] == tokens["all"] and tokens["second"] == tokens["all"][1:2]
+    for options in ({"skip": -1}, {"limit": 0}):
+        with pytest.raises(InputError, match="skip must be at least 0 and limit 1"):
+            prepare([source], tmp_path / "none", tokenizer, PrepareOptions(200, **options))
+    with pytest.raises(InputError, match="nothing to train on"):
+        prepare([source], tmp_path / "none", tokenizer, PrepareOptions(200, skip=4))
+
+
 def test_bad_input_leaves_nothing(tokenizer, tmp_path):
     source = write(tmp_path / "chats.jsonl")
     for options, message in (

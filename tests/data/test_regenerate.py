@@ -16,7 +16,7 @@ from eagle_jax.errors import InputError
 
 SETTINGS = {"model": "tiny", "temperature": 0.0, "seed": 0, "max_new_tokens": 6}
 REQUESTS = [
-    Request(f"r{i}", "math" if i % 2 else None, None, (f"what is {i} " + "and so on " * (i % 3),)) for i in range(7)
+    Request(f"r{i}", "math" if i % 2 else None, None, (f"what is the number {i} " + "so " * (i % 3),)) for i in range(7)
 ]
 OPTIONS = AnswerOptions(6, batch_size=2, keep_unfinished=True)
 
@@ -30,7 +30,7 @@ def tokenizer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def sampler():
-    return Sampler(tiny.target(num_layers=2, vocab_size=VOCAB, max_position=256), prefill_chunk=128)
+    return Sampler(tiny.target(num_layers=1, vocab_size=VOCAB, max_position=256), prefill_chunk=128)
 
 
 def run(path, sampler, tokenizer, requests=REQUESTS, options=OPTIONS, settings=SETTINGS, **more):

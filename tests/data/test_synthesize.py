@@ -114,7 +114,7 @@ def test_later_turns_and_a_system_message(tokenizer, tmp_path):
 
 def test_a_random_target_only_stutters(tokenizer, tmp_path):
     """A real sampler end to end: hardly a text of random bytes passes, and the run says so instead of going on."""
-    sampler = Sampler(tiny.target(num_layers=2, vocab_size=VOCAB, max_position=128), prefill_chunk=32)
+    sampler = Sampler(tiny.target(num_layers=1, vocab_size=VOCAB, max_position=128), prefill_chunk=32)
     options = SynthesisOptions(max_new_tokens=8, min_characters=12)
     with pytest.raises(InputError, match=r"200 attempts gave 0 chats; left out: \d+ too "):
         run(tmp_path / "out.jsonl", sampler, tokenizer, 2, options)
