@@ -26,11 +26,13 @@ class Chat:
       category: kind of task, or None.
       messages: {"role", "content"} and sometimes "reasoning_content": an optional system message, then user and
         assistant in turn, starting with the user. Contents are not blank.
+      unfinished: the last answer met a length limit, as files of `regenerate` say: nothing closes it.
     """
 
     id: str
     category: str | None
     messages: tuple[dict[str, str], ...]
+    unfinished: bool = False
 
 
 @dataclasses.dataclass
@@ -144,7 +146,13 @@ def _parse(value: Any, default_id: str) -> Chat:
     identity = value.get("id", value.get("question_id"))
     usable = isinstance(identity, int | str) and not isinstance(identity, bool) and identity != ""
     category = value.get("category")
-    return Chat(str(identity) if usable else default_id, category if isinstance(category, str) else None, messages)
+    generation = value.get("generation")
+    return Chat(
+        str(identity) if usable else default_id,
+        category if isinstance(category, str) else None,
+        messages,
+        isinstance(generation, dict) and generation.get("finish_reason") == "length",
+    )
 
 
 def _message(i: int, item: Any) -> dict[str, str]:

@@ -53,6 +53,7 @@ def encode_training_chat(
     messages: Sequence[Mapping[str, str]],
     *,
     last_turn_only: bool = False,
+    unfinished: bool = False,
     template_options: Mapping[str, Any] | None = None,
     end_token_ids: Collection[int] = (),
 ) -> TokenizedChat:
@@ -66,6 +67,7 @@ def encode_training_chat(
       tokenizer: a fast tokenizer with a chat template.
       messages: {"role", "content"} in turn, at least one of the assistant.
       last_turn_only: mark the last answer only.
+      unfinished: the last answer was cut off: the token that closes it is the template's, and is not marked.
       template_options: the template's own switches, such as {"enable_thinking": False}.
       end_token_ids: ids that end an answer beside the tokenizer's end token (a target's).
 
@@ -92,7 +94,10 @@ def encode_training_chat(
     mask = np.zeros(tokens.shape, bool)
     for span in spans:
         first, last = np.searchsorted(offsets[:, 0], (span.start, span.stop))
-        mask[first : _close(text, offsets, ends, special, span, int(first), int(last))] = True
+        stop = _close(text, offsets, ends, special, span, int(first), int(last))
+        if unfinished and span is spans[-1] and (ends[stop - 1] or special[stop - 1]):
+            stop -= 1
+        mask[first:stop] = True
     if not mask.any() or mask.all():
         raise MaskError(
             f"the chat template leads to a mask of {'all' if mask.any() else 'none'} of {mask.size} tokens: "

@@ -169,6 +169,7 @@ def _write(
                 tokenizer,
                 messages,
                 last_turn_only=options.turns != "all",
+                unfinished=chat.unfinished and len(messages) == len(chat.messages),
                 template_options=options.template_options,
                 end_token_ids=end_token_ids,
             )

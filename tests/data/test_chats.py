@@ -62,6 +62,11 @@ def test_parts_reasoning_and_empty_tool_calls(path):
     assert chat.messages == (USER, ANSWER | {"reasoning_content": "one and one"}, USER)
 
 
+def test_unfinished_answers_are_known(path):
+    write(path, *(GOOD | {"generation": {"finish_reason": reason}} for reason in ("stop", "length")), GOOD)
+    assert [chat.unfinished for chat in read_chats(path)[0]] == [False, True, False]
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -114,6 +114,14 @@ def test_both_ways_give_the_same_arrays(tokenizer, turns, last_turn_only, system
     assert marked(tokenizer, by_prefix) == expected
 
 
+@pytest.mark.parametrize("template", [CHATML, MARKED, MARKED_TEXT, MISTRAL, UNCLOSED])
+def test_what_closes_an_unfinished_answer_was_not_emitted(tokenizer, template):
+    chat, finished = encode(tokenizer, template, CHAT, unfinished=True), encode(tokenizer, template, CHAT)
+    np.testing.assert_array_equal(chat.tokens, finished.tokens)
+    first, last = marked(tokenizer, finished)
+    assert marked(tokenizer, chat) == [first, last.removesuffix("<|im_end|>")]
+
+
 def test_messages_after_the_last_answer_are_left_out(tokenizer):
     chat, shorter = encode(tokenizer, CHATML, [U1, A1, U2]), encode(tokenizer, CHATML, [U1, A1])
     np.testing.assert_array_equal(chat.tokens, shorter.tokens)

@@ -73,6 +73,17 @@ def test_which_turns(tokenizer, tmp_path):
     assert lengths["each"] == [(len(encode_training_chat(tokenizer, CHATS[1][:2]).tokens), 2), (whole, last)]
 
 
+def test_unfinished_answers_keep_what_was_emitted(tokenizer, tmp_path):
+    lines = [{"messages": CHATS[1], "generation": {"finish_reason": reason}} for reason in ("stop", "length")]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for turns, differ in (("all", [1]), ("each", [0, 1])):
+        prepare([tmp_path / "chats.jsonl"], tmp_path / turns, tokenizer, PrepareOptions(100, turns=turns))
+        data = PreparedData(tmp_path / turns)
+        half = len(data) // 2
+        counts = [int(data[i]["mask"].sum()) for i in range(len(data))]
+        assert [a - b for a, b in zip(counts[:half], counts[half:], strict=True)] == differ
+
+
 def test_a_chat_that_the_template_refuses_is_counted(tokenizer, tmp_path):
     refusing = "{% if messages|length > 2 %}{{ raise_exception('one turn only') }}{% endif %}" + tokenizer.chat_template
     original, tokenizer.chat_template = tokenizer.chat_template, refusing
