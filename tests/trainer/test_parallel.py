@@ -50,7 +50,7 @@ def on_one_device(target, batches):
     return losses(*make(target, draft_vocab_size=24), batches)
 
 
-@pytest.mark.parametrize("data, fsdp, tensor", [(2, 2, 2), (1, 8, 1), (1, 2, 4)])
+@pytest.mark.parametrize("data, fsdp, tensor", [(2, 2, 2), (1, 8, 1)])
 def test_every_mesh_gives_the_losses_of_one_device(target, batches, on_one_device, data, fsdp, tensor):
     mesh = sharding.make_mesh(data, tensor, fsdp)
     found, state = losses(*make(target, draft_vocab_size=24), batches, mesh)

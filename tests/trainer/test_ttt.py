@@ -17,13 +17,9 @@ LENGTHS = (9, 14)  # two packed documents, then padding
 T = 26
 
 VARIANTS = {
-    "eagle3": {"fc_norm": False, "norm_output": False},
-    "eagle3_1": {},
-    "norms": {"fc_norm": False, "norm_before_fc": True, "norm_before_residual": True},
-    "two blocks, q/k norm": {"num_layers": 2, "block": {"qk_norm": True}},
-    "window": {"block": {"sliding_window": 5}},
-    "two blocks, window": {"num_layers": 2, "block": {"sliding_window": 4}},
-    "own tables": {"own_head": True, "own_embedding": True, "draft_vocab_size": 16},
+    "eagle3, norms": {"fc_norm": False, "norm_output": False, "norm_before_fc": True, "norm_before_residual": True},
+    "eagle3_1, own tables": {"own_head": True, "own_embedding": True, "draft_vocab_size": 16},
+    "two blocks, q/k norm, window": {"num_layers": 2, "block": {"qk_norm": True, "sliding_window": 4}},
 }
 
 
