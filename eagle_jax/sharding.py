@@ -116,12 +116,12 @@ def check_divides(block: BlockConfig, placement: Placement, what: str) -> None:
 
 
 def mesh_axis(mesh: Mesh, axis: str | None, units: int) -> str | tuple[str, ...] | None:
-    """The mesh axis of a logical axis of `units` indivisible units, or None when it must be replicated."""
+    """The mesh axis of a logical axis of `units` indivisible units, or None when it stays whole."""
     name = RULES.get(axis) if axis is not None else None
     if name is None:
         return None
     size = math.prod(mesh.shape[part] for part in ((name,) if isinstance(name, str) else name))
-    return name if units % size == 0 else None
+    return name if size > 1 and units % size == 0 else None
 
 
 def place(model: nnx.Module, placement: Placement) -> None:
