@@ -7,7 +7,6 @@ import dataclasses
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -86,6 +85,7 @@ class Trainer:
         self._setup, self._rows, self._held_out, self._console = setup, rows, held_out, console
         self._folder = setup.config.run
         self._generator: Generator | None = None
+        self._count = jax.jit(setup.step.evaluate)  # compiled once for all evaluations
         self._stop = threading.Event()
 
     def run(self, data: dict[str, Any] | None = None) -> Outcome:
@@ -117,7 +117,7 @@ class Trainer:
         total = config.optimizer.total_steps
         reports: collections.deque[tuple[int, StepReport]] = collections.deque()
         try:
-            with self._signals(), self._progress(first, total) as (bar, task):
+            with _StopOnSignals(self._stop), _Bar(self._console, first, total) as (bar, task):
                 began, taken = time.perf_counter(), first
                 for number in range(first + 1, total + 1):
                     state, report = step(state, setup.frozen, self._batches(), None)
@@ -134,7 +134,7 @@ class Trainer:
                         self._drain(reports, writer, began, taken)
                         figures = self._evaluate(state)
                         writer.write("evaluate", number, figures)
-                    if self._stop.is_set():
+                    if last:  # not what the signal says by now: only what was saved may end the run
                         break
             checkpoints.wait()
             finished = int(state.step) == total
@@ -192,11 +192,10 @@ class Trainer:
 
     def _evaluate(self, state: TrainState) -> dict[str, Any]:
         assert self._held_out is not None
-        evaluate = jax.jit(self._setup.step.evaluate)
         counts = None
         for rows in self._held_out.batches:
             batch = Batch(*(self._place(rows[field.name][None])[0] for field in dataclasses.fields(Batch)))
-            found = evaluate(state.parameters, self._setup.frozen, batch, None)
+            found = self._count(state.parameters, self._setup.frozen, batch, None)
             counts = found if counts is None else jax.tree.map(jnp.add, counts, found)
         figures = {} if counts is None else metrics(counts)
         if self._held_out.prompts:
@@ -224,12 +223,6 @@ class Trainer:
             export_drafter(drafter, folder, layout, dtype=dtype, overwrite=True, target=self._setup.config.target)
             folders.append(folder)
         return folders
-
-    def _progress(self, first: int, total: int) -> Any:
-        return _Bar(self._console, first, total)
-
-    def _signals(self) -> Any:
-        return _StopOnSignals(self._stop)
 
 
 class _Bar:
@@ -261,8 +254,3 @@ class _StopOnSignals:
     def __exit__(self, *_: Any) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-
-def batches_of(rows: Iterator[dict[str, np.ndarray]], limit: int) -> list[dict[str, np.ndarray]]:
-    """The first batches of an iterator, for `HeldOut`."""
-    return [batch for _, batch in zip(range(limit), rows, strict=False)]
